@@ -1,0 +1,76 @@
+// The words beside a memory: its state, who is in the middle of an operation on it, and its signals.
+//
+// They lie in shared memory of their own, never in the user's:
+//
+//   page 0            ControlHeader        written by the owner only; peers map it read-only
+//   page 1            Event                where the owner sleeps until a signal or a loss
+//   from page 1 + 64  Slot[slots]          one a peer, on a cache line of its own
+//   then              uint64[signals]      the counters
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "core/event.h"
+
+namespace onesided {
+
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free && std::atomic<std::uint32_t>::is_always_lock_free);
+
+struct ControlHeader {
+  static constexpr std::uint64_t kMagic = 0x314C5254434E4FULL;  // "ONCTRL1"
+
+  std::uint64_t magic;
+  std::uint32_t slots;
+  std::uint32_t signals;
+  std::atomic<std::uint32_t> closed;  // set once, by the owner: no operation may begin
+};
+
+// How many operations a peer has under way. An operation first counts itself, then looks whether the memory is closed;
+// the owner first closes, then waits until nobody counts (Dekker, so both are sequentially consistent). A slot belongs to
+// one connection at a time, and is cleared by the owner when that connection ends.
+struct alignas(64) Slot {
+  std::atomic<std::uint32_t> under_way;
+};
+
+// Where each part lies, and the memory itself once it is mapped. Does not own the mapping.
+class Control {
+ public:
+  static constexpr std::size_t kPageBytes = 4096;
+  static constexpr std::uint32_t kMostSignals = 1u << 20;
+  static constexpr std::uint32_t kMostSlots = 1u << 16;
+
+  static std::size_t size_for(std::uint32_t slots, std::uint32_t signals) {
+    return kPageBytes + sizeof(Slot) + slots * sizeof(Slot) + std::size_t{signals} * sizeof(std::uint64_t);
+  }
+
+  Control() = default;
+  Control(void* base, std::uint32_t slots, std::uint32_t signals)
+      : base_(static_cast<char*>(base)), slots_(slots), signals_(signals) {}
+
+  explicit operator bool() const { return base_ != nullptr; }
+  ControlHeader& header() const { return *reinterpret_cast<ControlHeader*>(base_); }
+  Event& event() const { return *reinterpret_cast<Event*>(base_ + kPageBytes); }
+  Slot& slot(std::uint32_t index) const {
+    return *reinterpret_cast<Slot*>(base_ + kPageBytes + sizeof(Slot) + index * sizeof(Slot));
+  }
+  std::atomic<std::uint64_t>& signal(std::uint32_t index) const {
+    return *reinterpret_cast<std::atomic<std::uint64_t>*>(base_ + kPageBytes + sizeof(Slot) + slots_ * sizeof(Slot) +
+                                                          std::size_t{index} * sizeof(std::uint64_t));
+  }
+  std::uint32_t slots() const { return slots_; }
+  std::uint32_t signals() const { return signals_; }
+
+ private:
+  char* base_ = nullptr;
+  std::uint32_t slots_ = 0;
+  std::uint32_t signals_ = 0;
+};
+
+// Counters may wrap: `value` has reached `at_least` if it is less than 2^63 steps past it.
+inline bool reached(std::uint64_t value, std::uint64_t at_least) {
+  return static_cast<std::int64_t>(value - at_least) >= 0;
+}
+
+}  // namespace onesided

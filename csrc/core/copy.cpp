@@ -1,0 +1,279 @@
+#include "core/copy.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <mutex>
+#include <thread>
+
+#include "core/event.h"
+#include "core/process.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace onesided {
+namespace {
+
+// ---- One thread ---------------------------------------------------------------------------------------------------
+
+using CopyFunction = void (*)(char* target, const char* source, std::size_t nbytes);
+
+void copy_plain(char* target, const char* source, std::size_t nbytes) {
+  std::memcpy(target, source, nbytes);
+}
+
+#if defined(__x86_64__)
+// Stores that go round the cache spare the read of each target line before it is overwritten (Intel optimization manual,
+// "Non-temporal stores"). Walking several pages side by side keeps several DRAM pages and prefetch streams open: measured
+// at twice the speed of one stream. The stores are weakly ordered: the fence at the end puts them before any later signal.
+constexpr std::size_t kPage = 4096;
+constexpr std::size_t kStreams = 8;
+
+__attribute__((target("avx2"))) void stream_line(char* target, const char* source) {
+  const auto* from = reinterpret_cast<const __m256i*>(source);
+  auto* to = reinterpret_cast<__m256i*>(target);
+  const __m256i low = _mm256_loadu_si256(from), high = _mm256_loadu_si256(from + 1);
+  _mm256_stream_si256(to, low);
+  _mm256_stream_si256(to + 1, high);
+}
+
+__attribute__((target("avx512f"))) void stream_wide_line(char* target, const char* source) {
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(target), _mm512_loadu_si512(source));
+}
+
+#define ONESIDED_COPY_STREAMING(name, feature, line)                                                       \
+  __attribute__((target(feature))) void name(char* target, const char* source, std::size_t nbytes) {       \
+    const std::size_t head = std::min(nbytes, (64 - reinterpret_cast<std::uintptr_t>(target) % 64) % 64);  \
+    std::memcpy(target, source, head);                                                                     \
+    std::size_t done = head;                                                                               \
+    for (; done + kStreams * kPage <= nbytes; done += kStreams * kPage) {                                  \
+      for (std::size_t at = done; at < done + kPage; at += 64) {                                           \
+        for (std::size_t page = 0; page < kStreams * kPage; page += kPage) {                               \
+          line(target + at + page, source + at + page);                                                    \
+        }                                                                                                  \
+      }                                                                                                    \
+    }                                                                                                      \
+    _mm_sfence();                                                                                          \
+    std::memcpy(target + done, source + done, nbytes - done);                                              \
+  }
+// One loop for two instruction sets: a function inlines only into one that may use the same instructions.
+ONESIDED_COPY_STREAMING(copy_streaming_avx2, "avx2", stream_line)
+ONESIDED_COPY_STREAMING(copy_streaming_avx512, "avx512f", stream_wide_line)
+#undef ONESIDED_COPY_STREAMING
+
+CopyFunction streaming() {
+  static const CopyFunction best = __builtin_cpu_supports("avx512f") ? copy_streaming_avx512
+                                   : __builtin_cpu_supports("avx2")  ? copy_streaming_avx2
+                                                                     : nullptr;
+  return best;
+}
+#else
+CopyFunction streaming() {
+  return nullptr;
+}
+#endif
+
+// ---- Two threads --------------------------------------------------------------------------------------------------
+
+// One helper thread for the whole process. A copy is cut into slices that both threads take from one counter, so a
+// caller never waits for a helper that has not begun, and a helper that comes late finds nothing left.
+class Helper {
+ public:
+  // Never destroyed, and made anew in a forked child, where the parent's thread does not exist.
+  static Helper& instance() {
+    static std::atomic<Helper*> helper{nullptr};
+    Helper* present = helper.load();
+    if (present == nullptr || present->made_in_ != fork_generation()) {
+      auto* made = new Helper;
+      if (helper.compare_exchange_strong(present, made)) {
+        std::thread([made] { made->run(); }).detach();
+        return *made;
+      }
+      delete made;
+    }
+    return *present;
+  }
+
+  // False if another thread is using the helper: the caller then copies alone.
+  bool copy(CopyFunction function, char* target, const char* source, std::size_t nbytes) {
+    std::unique_lock lock(in_use_, std::try_to_lock);
+    if (!lock) return false;
+    function_ = function, target_ = target, source_ = source, nbytes_ = nbytes;
+    next_.store(0, std::memory_order_relaxed);
+    finished_.store(false, std::memory_order_relaxed);
+    state_.store(Offered);
+    offer_.notify();
+    take_slices();
+    // Withdraws the offer. A helper that has accepted it is in its last slice, and is waited for even if Ctrl-C was
+    // pressed: it still reads the source.
+    if (state_.exchange(Idle) == Accepted) finished_.wait(false);
+    return true;
+  }
+
+ private:
+  enum State : std::uint32_t { Idle, Offered, Accepted };
+
+  void run() {
+    for (;;) {
+      offer_.await([this] { return state_.load() == Offered; }, Deadline::never());
+      std::uint32_t offered = Offered;
+      if (!state_.compare_exchange_strong(offered, Accepted)) continue;
+      take_slices();
+      finished_.store(true);
+      finished_.notify_one();
+    }
+  }
+
+  void take_slices() {
+    for (;;) {
+      const std::size_t begin = next_.fetch_add(kSlice, std::memory_order_relaxed);
+      if (begin >= nbytes_) return;
+      function_(target_ + begin, source_ + begin, std::min(kSlice, nbytes_ - begin));
+    }
+  }
+
+  static constexpr std::size_t kSlice = std::size_t{256} << 10;
+
+  const std::uint32_t made_in_ = fork_generation();
+  std::mutex in_use_;
+  std::atomic<std::uint32_t> state_{Idle};
+  std::atomic<bool> finished_{false};
+  Event offer_;
+  CopyFunction function_ = nullptr;
+  char* target_ = nullptr;
+  const char* source_ = nullptr;
+  std::size_t nbytes_ = 0;
+  std::atomic<std::size_t> next_{0};
+};
+
+// ---- Which method -------------------------------------------------------------------------------------------------
+
+constexpr const char* kMethodNames[] = {"plain", "non-temporal", "plain on two threads", "non-temporal on two threads"};
+constexpr unsigned kMethods = 4;
+constexpr unsigned kTwoThreads = 2;  // methods from here on use the helper; the odd ones are non-temporal
+
+constexpr const char* kClassNames[] = {"1-4 MiB", "4-16 MiB", "16 MiB"};
+constexpr unsigned kClasses = 3;
+
+unsigned class_of(std::size_t nbytes) {
+  return nbytes < (std::size_t{4} << 20) ? 0 : nbytes < kPiece ? 1 : 2;
+}
+
+// Keeps, for each size class, how fast each method lately was, and says which to use next. Every real piece is a
+// measurement, so nothing is spent on calibration and the choice follows the machine: memory that is touched for the
+// first time, a second core that is busy, a virtual machine that has moved. The best of the last few tries counts, since
+// noise only ever makes a copy slower. After the first rounds the losers are tried again ever more rarely.
+class Chooser {
+ public:
+  unsigned next() {
+    std::lock_guard lock(mutex_);
+    const unsigned turn = turn_++;
+    if (turn < kFirstRounds * kMethods) return usable(turn % kMethods);
+    if (turn >= look_again_) {
+      look_again_ = turn + wait_;
+      wait_ = std::min(wait_ * 2, kLongestWait);
+      return usable(explore_++ % kMethods);
+    }
+    return best();
+  }
+
+  void record(unsigned method, double gigabytes_per_second) {
+    std::lock_guard lock(mutex_);
+    auto& recent = recent_[method];
+    recent[tries_[method]++ % recent.size()] = gigabytes_per_second;
+  }
+
+  void report(const char* sizes, std::vector<CopyMeasurement>& rows) {
+    std::lock_guard lock(mutex_);
+    for (unsigned method = 0; method < kMethods; ++method) {
+      if (tries_[method] != 0) rows.push_back({sizes, kMethodNames[method], speed(method), method == best()});
+    }
+  }
+
+ private:
+  static unsigned usable(unsigned method) {
+    static const bool two = usable_processors() > 1;
+    if (streaming() == nullptr) method &= ~1u;
+    if (!two) method %= kTwoThreads;
+    return method;
+  }
+
+  double speed(unsigned method) const { return *std::max_element(recent_[method].begin(), recent_[method].end()); }
+
+  unsigned best() const {
+    unsigned best = 0;
+    for (unsigned method = 1; method < kMethods; ++method) {
+      // A helper thread costs somebody else's core: it must earn it.
+      const double handicap = method >= kTwoThreads && best < kTwoThreads ? 1.05 : 1.0;
+      if (speed(method) > speed(best) * handicap) best = method;
+    }
+    return best;
+  }
+
+  static constexpr unsigned kFirstRounds = 3;
+  static constexpr unsigned kLongestWait = 512;
+
+  std::mutex mutex_;
+  std::array<std::array<double, 4>, kMethods> recent_{};
+  std::array<unsigned, kMethods> tries_{};
+  unsigned turn_ = 0;
+  unsigned look_again_ = kFirstRounds * kMethods + 32;
+  unsigned wait_ = 32;
+  unsigned explore_ = 0;
+};
+
+Chooser& chooser(unsigned size_class) {
+  static auto* const choosers = new std::array<Chooser, kClasses>;
+  return (*choosers)[size_class];
+}
+
+void copy_piece(char* target, const char* source, std::size_t nbytes) {
+  Chooser& choice = chooser(class_of(nbytes));
+  const unsigned method = choice.next();
+  const CopyFunction function = method % 2 == 1 ? streaming() : copy_plain;
+  const auto begin = std::chrono::steady_clock::now();
+  if (method < kTwoThreads || !Helper::instance().copy(function, target, source, nbytes)) {
+    function(target, source, nbytes);
+    if (method >= kTwoThreads) return;  // the helper was in use: this says nothing about two threads
+  }
+  const std::chrono::duration<double, std::nano> took = std::chrono::steady_clock::now() - begin;
+  choice.record(method, static_cast<double>(nbytes) / std::max(took.count(), 1.0));
+}
+
+bool overlap(const char* a, const char* b, std::size_t nbytes) {
+  return a < b + nbytes && b < a + nbytes;
+}
+
+}  // namespace
+
+void copy_memory(void* target_bytes, const void* source_bytes, std::size_t nbytes, Checkpoint* between_pieces) {
+  auto* target = static_cast<char*>(target_bytes);
+  const auto* source = static_cast<const char*>(source_bytes);
+  if (nbytes == 0) return;
+  if (overlap(target, source, nbytes)) {
+    std::memmove(target, source, nbytes);
+    return;
+  }
+  while (nbytes >= kLargeCopy) {
+    const std::size_t piece = std::min(nbytes, kPiece);
+    if (between_pieces != nullptr) between_pieces->pass();
+    copy_piece(target, source, piece);
+    target += piece, source += piece, nbytes -= piece;
+  }
+  copy_plain(target, source, nbytes);
+}
+
+std::vector<CopyMeasurement> copy_measurements() {
+  std::vector<CopyMeasurement> rows;
+  for (unsigned size_class = 0; size_class < kClasses; ++size_class) {
+    chooser(size_class).report(kClassNames[size_class], rows);
+  }
+  return rows;
+}
+
+}  // namespace onesided

@@ -1,0 +1,38 @@
+// What the data plane knows of the process it runs in: forks, processors, and how a wait is interrupted.
+#pragma once
+
+#include <cstdint>
+
+namespace onesided {
+
+// Grows by one in every forked child. An object that was made under another number belongs to the parent: its
+// threads do not exist here, and its locks may be held for ever.
+std::uint32_t fork_generation();
+
+// Raises OnesidedError if `made_in` is not the present fork generation. `what` names the object.
+void check_not_forked(std::uint32_t made_in, const char* what);
+
+// Descriptors that a forked child must not keep open, so that a peer sees the end of a connection when the parent ends.
+void close_in_forked_child(int fd);
+void forget_in_forked_child(int fd);
+
+// Processors that this process may run on, at least 1.
+unsigned usable_processors();
+
+// Ctrl-C. While a scope lives, every wait and every long copy of its thread calls `check` about every 50 ms, without any
+// lock held; `check` may throw, which ends the wait. Threads of the data plane's own have no scope and sleep undisturbed.
+using InterruptCheck = void (*)();
+class InterruptScope {
+ public:
+  explicit InterruptScope(InterruptCheck check);
+  ~InterruptScope();
+  InterruptScope(const InterruptScope&) = delete;
+  InterruptScope& operator=(const InterruptScope&) = delete;
+
+ private:
+  InterruptCheck outer_;
+};
+bool interruptible();
+void check_interrupt();
+
+}  // namespace onesided

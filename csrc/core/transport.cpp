@@ -1,0 +1,61 @@
+#include "core/transport.h"
+
+namespace onesided {
+namespace {
+std::atomic<std::uint64_t> loss_count{0};
+}
+
+std::uint64_t losses() {
+  return loss_count.load(std::memory_order_seq_cst);
+}
+
+std::string PeerState::reason() const {
+  std::lock_guard lock(mutex_);
+  return reason_;
+}
+
+void PeerState::lose(std::string reason) {
+  {
+    std::lock_guard lock(mutex_);
+    if (lost()) return;
+    reason_ = std::move(reason);
+    lost_.store(true, std::memory_order_seq_cst);
+  }
+  loss_count.fetch_add(1, std::memory_order_seq_cst);
+}
+
+void PeerState::fail_lost(const char* operation) const {
+  fail(ErrorKind::ConnectionLost, operation, ": the connection to ", name_, " is lost: ", reason());
+}
+
+void check_signal(const char* operation, const std::string& owner, std::uint32_t index, std::uint32_t signals) {
+  if (index >= signals) {
+    fail(ErrorKind::Bounds, operation, ": signal ", index, " does not exist: ", owner, " has ", signals, " signals");
+  }
+}
+
+std::uint64_t wait_signal(const Memory& memory, Counters& counters, std::uint32_t index, std::uint64_t at_least,
+                          const Deadline& deadline, std::chrono::nanoseconds spin,
+                          const std::function<void()>& watch) {
+  const Control& control = memory.control();
+  check_signal("wait_signal", "this memory", index, control.signals());
+  counters.add(Count::Waits);
+  std::uint64_t value = 0;
+  std::uint64_t watched = losses() - 1;
+  const auto ready = [&] {
+    value = control.signal(index).load(std::memory_order_seq_cst);
+    if (reached(value, at_least)) return true;
+    if (memory.closed()) fail(ErrorKind::StaleHandle, "wait_signal: the memory was closed during the wait");
+    if (const std::uint64_t now = losses(); now != watched) {
+      watched = now;
+      watch();
+    }
+    return false;
+  };
+  if (!control.event().await(ready, deadline, spin)) {
+    fail(ErrorKind::DeadlineExceeded, "wait_signal: signal ", index, " stands at ", value, ", waited for ", at_least);
+  }
+  return value;
+}
+
+}  // namespace onesided

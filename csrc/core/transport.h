@@ -1,0 +1,160 @@
+// The transport contract: what every kind of transport gives to windows and to the bindings.
+//
+// The path of a put: Window::put -> Target::write -> one copy (shm) or one posted work request (rdma).
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "core/control.h"
+#include "core/deadline.h"
+#include "core/handle.h"
+#include "core/stats.h"
+#include "core/work.h"
+
+namespace onesided {
+
+// Keeps something of the caller's alive, a tensor for instance.
+using Keepalive = std::shared_ptr<void>;
+
+using Description = std::vector<std::pair<std::string, std::string>>;
+
+// A count to add to one of the target's signals when the operation's bytes are visible there.
+struct Signal {
+  std::uint32_t index;
+  std::uint64_t add;
+};
+
+// How an operation is to run. `keep` holds the buffer of an asynchronous one.
+struct How {
+  bool async = false;
+  Deadline deadline = Deadline::never();
+  Keepalive keep;
+};
+
+// Whether the process at the other end is still there. Written by the transport's own thread, read on every operation.
+class PeerState {
+ public:
+  explicit PeerState(std::string name) : name_(std::move(name)) {}
+
+  const std::string& name() const { return name_; }
+  bool lost() const { return lost_.load(std::memory_order_acquire); }
+  std::string reason() const;
+  // The first reason given stays.
+  void lose(std::string reason);
+  [[noreturn]] void fail_lost(const char* operation) const;
+
+ private:
+  const std::string name_;
+  mutable std::mutex mutex_;
+  std::string reason_;
+  std::atomic<bool> lost_{false};
+};
+
+// Memory of this process that peers may reach.
+class Memory {
+ public:
+  virtual ~Memory() = default;
+
+  virtual void* data() const = 0;
+  virtual std::uint64_t nbytes() const = 0;
+  virtual Access access() const = 0;
+  virtual RemoteMemory remote() const = 0;  // what its handle says
+  virtual const Control& control() const = 0;
+  virtual bool closed() const = 0;
+  // Ends all access: later operations of peers fail with StaleHandle, and when this returns none is under way. Throws
+  // DeadlineExceeded, and stays open for another try, if a peer is stuck in the middle of an operation (it was stopped).
+  virtual void close(const Deadline& deadline) = 0;
+  virtual Description describe() const = 0;
+};
+
+// One remote memory as reached over one connection: what a put or a get is posted to. Thread-safe.
+//
+// Bounds, permission and alignment are checked before anything is touched. A signal is strong: it is added when all
+// earlier operations through this target are visible at the peer.
+class Target : public std::enable_shared_from_this<Target> {
+ public:
+  virtual ~Target() = default;
+
+  virtual std::shared_ptr<Work> write(const void* source, std::uint64_t nbytes, std::uint64_t offset,
+                                      const std::optional<Signal>& signal, const How& how) = 0;
+  virtual std::shared_ptr<Work> read(void* destination, std::uint64_t nbytes, std::uint64_t offset, const How& how) = 0;
+  virtual std::shared_ptr<Work> signal(const Signal& signal, const How& how) = 0;
+  virtual std::uint64_t fetch_add(std::uint64_t offset, std::uint64_t add) = 0;
+  virtual std::uint64_t compare_swap(std::uint64_t offset, std::uint64_t expected, std::uint64_t desired) = 0;
+  virtual void flush(const Deadline& deadline) = 0;
+  virtual void close() = 0;
+
+  // True while asynchronous operations are not over: a signal, a flush or a close would wait for them.
+  virtual bool busy() const = 0;
+  // True if an operation was issued since the last flush.
+  virtual bool unflushed() const = 0;
+  virtual std::uint64_t nbytes() const = 0;
+  virtual const PeerState& peer() const = 0;
+  virtual Counters& counters() const = 0;
+  virtual Description describe() const = 0;
+};
+
+class Connection {
+ public:
+  virtual ~Connection() = default;
+
+  // The target for one of the peer's memories. The first time, the peer is asked for it; later the same one is returned.
+  virtual std::shared_ptr<Target> target(const RemoteMemory& remote, const Deadline& deadline) = 0;
+  // A target of its own, that can be closed without ending any other.
+  virtual std::shared_ptr<Target> attach(const RemoteMemory& remote, const Deadline& deadline) = 0;
+  virtual const PeerState& peer() const = 0;
+  virtual void close() = 0;
+  virtual Description describe() const = 0;
+};
+
+class Transport {
+ public:
+  virtual ~Transport() = default;
+
+  virtual TransportKind kind() const = 0;
+  // New memory that peers can reach in the best way of this transport.
+  virtual std::shared_ptr<Memory> allocate(std::uint64_t nbytes, Access access, std::uint32_t signals,
+                                           std::uint32_t slots) = 0;
+  // Makes [data, data + nbytes) known; `keep` is held until the memory is closed.
+  virtual std::shared_ptr<Memory> register_memory(void* data, std::uint64_t nbytes, Access access,
+                                                  std::uint32_t signals, std::uint32_t slots, Keepalive keep) = 0;
+  // A target for this process's own memory.
+  virtual std::shared_ptr<Target> loop_back(const std::shared_ptr<Memory>& memory, const std::string& name) = 0;
+  virtual Endpoint bind(bool shared) = 0;
+  virtual std::shared_ptr<Connection> connect(const Endpoint& peer, const std::string& name,
+                                              const Deadline& deadline) = 0;
+  virtual void close() = 0;
+  virtual bool closed() const = 0;
+  virtual Description describe() const = 0;
+};
+
+// Grows whenever any peer is lost: a cheap way to see that nothing has happened.
+std::uint64_t losses();
+
+// Waits until signal `index` of `memory` has reached `at_least`, and returns its value. `watch` is called when peers were
+// lost, and once at the start: it throws if one of them ends the wait. Throws DeadlineExceeded, and StaleHandle if the
+// memory is closed meanwhile.
+std::uint64_t wait_signal(const Memory& memory, Counters& counters, std::uint32_t index, std::uint64_t at_least,
+                          const Deadline& deadline, std::chrono::nanoseconds spin, const std::function<void()>& watch);
+void check_signal(const char* operation, const std::string& owner, std::uint32_t index, std::uint32_t signals);
+
+// Throws BoundsError unless [offset, offset + nbytes) lies in `limit` bytes.
+inline void check_bounds(const char* operation, const std::string& peer, std::uint64_t offset, std::uint64_t nbytes,
+                         std::uint64_t limit) {
+  if (offset > limit || nbytes > limit - offset) {
+    fail(ErrorKind::Bounds, operation, " of ", nbytes, " bytes at offset ", offset, " does not fit the ", limit,
+         " bytes of ", peer);
+  }
+}
+
+}  // namespace onesided

@@ -1,0 +1,99 @@
+#include "core/window.h"
+
+#include <exception>
+
+namespace onesided {
+
+Window::Window(std::string name, std::shared_ptr<Memory> memory, std::vector<std::shared_ptr<Target>> targets,
+               std::optional<unsigned> rank)
+    : name_(std::move(name)),
+      memory_(std::move(memory)),
+      targets_(std::move(targets)),
+      rank_(rank),
+      waits_(counters_for("window", name_)),
+      acknowledged_(targets_.size()) {}
+
+void Window::refuse_rank(const char* operation, std::int64_t peer) const {
+  fail(ErrorKind::Bounds, operation, ": rank ", peer, " does not exist: window '", name_, "' has ", targets_.size(),
+       targets_.size() == 1 ? " rank" : " ranks");
+}
+
+Memory& Window::own_memory(const char* operation) const {
+  if (memory_ == nullptr) {
+    fail(ErrorKind::Unsupported, operation, ": window '", name_, "' is attached: its memory and its signals belong to its owner");
+  }
+  return *memory_;
+}
+
+std::uint64_t Window::wait_signal(std::uint32_t index, std::optional<std::uint64_t> at_least,
+                                  std::optional<std::int64_t> source, const Deadline& deadline,
+                                  std::chrono::nanoseconds spin) {
+  Memory& memory = own_memory("wait_signal");
+  if (source) target("wait_signal", *source);
+  check_signal("wait_signal", "window '" + name_ + "'", index, memory.control().signals());
+  const auto watch = [&] { check_sources(source); };
+  if (at_least) return onesided::wait_signal(memory, *waits_, index, *at_least, deadline, spin, watch);
+  // Each such wait takes a number, so that two threads never consume the same signal.
+  std::uint64_t wanted;
+  {
+    std::lock_guard lock(consumed_mutex_);
+    wanted = ++consumed_[index];
+  }
+  try {
+    return onesided::wait_signal(memory, *waits_, index, wanted, deadline, spin, watch);
+  } catch (...) {
+    std::lock_guard lock(consumed_mutex_);
+    --consumed_[index];
+    throw;
+  }
+}
+
+void Window::check_sources(const std::optional<std::int64_t>& source) const {
+  for (std::size_t rank = 0; rank < targets_.size(); ++rank) {
+    const PeerState& peer = targets_[rank]->peer();
+    if (!peer.lost() || (source ? static_cast<std::size_t>(*source) != rank : acknowledged_[rank].load())) continue;
+    peer.fail_lost("wait_signal");
+  }
+}
+
+std::uint64_t Window::signal_value(std::uint32_t index) const {
+  const Control& control = own_memory("signal_value").control();
+  check_signal("signal_value", "window '" + name_ + "'", index, control.signals());
+  return control.signal(index).load(std::memory_order_seq_cst);
+}
+
+void Window::flush_all(const Deadline& deadline) {
+  std::exception_ptr first;
+  if (closed()) fail(ErrorKind::StaleHandle, "flush: this window is closed");
+  for (const auto& target : targets_) {
+    if (!target->unflushed()) continue;
+    try {
+      target->flush(deadline);
+    } catch (const Error&) {
+      if (first == nullptr) first = std::current_exception();
+    }
+  }
+  if (first != nullptr) std::rethrow_exception(first);
+}
+
+std::vector<unsigned> Window::lost() const {
+  std::vector<unsigned> ranks;
+  for (unsigned rank = 0; rank < targets_.size(); ++rank) {
+    if (targets_[rank]->peer().lost()) ranks.push_back(rank);
+  }
+  return ranks;
+}
+
+std::vector<unsigned> Window::acknowledge_lost() {
+  const std::vector<unsigned> ranks = lost();
+  for (const unsigned rank : ranks) acknowledged_[rank].store(true);
+  return ranks;
+}
+
+void Window::close(const Deadline& deadline) {
+  for (const auto& target : targets_) target->close();
+  if (memory_ != nullptr) memory_->close(deadline);
+  closed_.store(true, std::memory_order_release);
+}
+
+}  // namespace onesided

@@ -1,0 +1,98 @@
+// Operations that run beside the caller, and the order they keep.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+
+#include "core/copy.h"
+#include "core/deadline.h"
+#include "core/error.h"
+#include "core/event.h"
+
+namespace onesided {
+
+class Strand;
+
+// One operation. Done means complete at both ends: the source may be reused, and the bytes are visible to the target.
+class Work : public std::enable_shared_from_this<Work> {
+ public:
+  // It owns whatever it captured (the source, the connection) until the operation is over. It calls Checkpoint::pass
+  // between pieces.
+  using Body = std::function<void(Checkpoint&)>;
+
+  explicit Work(std::shared_ptr<Strand> strand) : strand_(std::move(strand)) {}
+
+  // What an operation that was over when it returned hands out; always the same object.
+  static const std::shared_ptr<Work>& completed();
+
+  bool done() const { return state_.load(std::memory_order_acquire) >= Succeeded; }
+
+  // Returns when the operation succeeded; throws its error if it failed. A deadline is a fence: when it passes, the
+  // operation is cancelled, with all that were queued behind it for the same peer (they may depend on it), and this
+  // throws DeadlineExceeded only when the source will not be read again. If the operation succeeded in the last moment,
+  // it returns. An interrupt (Ctrl-C) ends the wait, not the operation.
+  void wait(const Deadline& deadline);
+
+  // The error of a failed operation; nothing if it succeeded or is still under way.
+  std::optional<Error> error();
+
+ private:
+  friend class Strand;
+  enum State : unsigned { Queued, Running, Succeeded, Failed };
+
+  void finish(std::optional<Error> error);
+
+  std::atomic<unsigned> state_{Queued};
+  std::atomic<bool> cancelled_{false};
+  std::atomic<bool> observed_{false};  // somebody has been told the outcome
+  std::optional<Error> error_;         // written before state_ becomes Failed
+  Event finished_;
+  Body body_;
+  const std::shared_ptr<Strand> strand_;
+};
+
+// The operations towards one peer's memory that were issued asynchronously: they run one after the other in issue order,
+// on a small pool of threads, so that a signal never overtakes the put before it.
+class Strand : public std::enable_shared_from_this<Strand> {
+ public:
+  // So many operations wait in one strand; who issues more is held back until some are done.
+  static constexpr std::size_t kMostQueued = 4096;
+
+  // Queues `body`. Waits for room until the deadline.
+  std::shared_ptr<Work> submit(Work::Body body, const Deadline& deadline);
+
+  // Waits until everything issued before is over. Throws the first failure that nobody has been told of. When the
+  // deadline passes, cancels what is left and throws DeadlineExceeded.
+  void drain(const Deadline& deadline);
+
+  // Drains until the deadline, then cancels; throws nothing and leaves no operation behind. Waits of the works end.
+  void close(const Deadline& deadline) noexcept;
+
+  // Cheap: true if drain() has nothing to do.
+  bool idle() const { return unsettled_.load(std::memory_order_acquire) == 0; }
+
+  // Ends `work`, if it has not ended, and all that was queued after it. Returns when nothing of them runs any more.
+  void cancel(const std::shared_ptr<Work>& work);
+
+  // One turn on a pool thread: runs the first operation; returns true if there are more.
+  bool run_one();
+
+ private:
+  using Queue = std::deque<std::shared_ptr<Work>>;
+  void settle(const std::shared_ptr<Work>& work);
+  void end_queued(std::unique_lock<std::mutex>& lock, Queue::iterator first);
+
+  std::mutex mutex_;
+  Queue queue_;
+  std::shared_ptr<Work> running_;
+  bool scheduled_ = false;                 // a pool thread has this strand, or will
+  std::shared_ptr<Work> failed_;           // the first failure since the last drain
+  std::atomic<std::size_t> unsettled_{0};  // operations not over, plus one while there is a failed_
+  Event changed_;
+};
+
+}  // namespace onesided

@@ -1,0 +1,303 @@
+#include "python/common.h"
+
+#include <cmath>
+#include <cstring>
+#include <mutex>
+#include <vector>
+
+namespace onesided::python {
+namespace {
+
+// ---- Objects that other threads let go of ---------------------------------------------------------------------------
+
+struct Held {
+  PyObject* object;
+  Py_buffer* view;  // or null
+};
+
+struct Released {
+  std::mutex mutex;
+  std::vector<Held> waiting;
+  std::atomic<bool> any{false};
+};
+Released& released() {
+  static auto* const instance = new Released;  // never destroyed: threads may outlive static destructors
+  return *instance;
+}
+
+void let_go(const Held& held) {
+  if (held.view != nullptr) {
+    PyBuffer_Release(held.view);
+    delete held.view;
+  }
+  Py_DECREF(held.object);
+}
+
+// With the GIL.
+int let_go_of_all(void*) {
+  std::vector<Held> waiting;
+  {
+    std::lock_guard lock(released().mutex);
+    waiting.swap(released().waiting);
+    released().any.store(false);
+  }
+  for (const Held& held : waiting) let_go(held);
+  return 0;
+}
+
+Keepalive keep(PyObject* object, Py_buffer* view) {
+  if (released().any.load(std::memory_order_relaxed)) let_go_of_all(nullptr);
+  Py_INCREF(object);
+  // Not let go of here even if this thread holds the GIL: a destructor of the object may call back into the library,
+  // whose locks this thread may hold.
+  return Keepalive(static_cast<void*>(object), [view](void* kept) {
+    bool first;
+    {
+      std::lock_guard lock(released().mutex);
+      released().waiting.push_back({static_cast<PyObject*>(kept), view});
+      first = !released().any.exchange(true);
+    }
+    if (first) Py_AddPendingCall(let_go_of_all, nullptr);
+  });
+}
+
+// ---- Tensors ----------------------------------------------------------------------------------------------------------
+
+// The part of DLPack's exchange table that is used here (dlpack.h 1.2 and newer, "DLPackExchangeAPI"): the type of a tensor
+// offers it as the capsule __dlpack_c_exchange_api__, and it describes a tensor without allocating or synchronizing.
+struct ExchangeTable {
+  std::uint32_t major, minor;
+  ExchangeTable* previous;
+  void* allocate;
+  void* managed_from_object;
+  void* managed_to_object;
+  int (*describe)(void* object, nb::dlpack::dltensor* out);  // may be null
+  void* current_stream;
+};
+
+using Describe = int (*)(void*, nb::dlpack::dltensor*);
+
+// The function for objects of `type`, or null. Cached for the last type seen: programs put tensors, and then more tensors.
+Describe describe_function(PyTypeObject* type) {
+  static PyTypeObject* last = nullptr;
+  static Describe last_describe = nullptr;
+  if (type == last) return last_describe;
+  Describe describe = nullptr;
+  nb::object capsule = nb::getattr(nb::handle(reinterpret_cast<PyObject*>(type)), "__dlpack_c_exchange_api__", nb::none());
+  if (PyCapsule_CheckExact(capsule.ptr())) {
+    auto* table = static_cast<ExchangeTable*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+    if (table == nullptr) nb::raise_python_error();
+    while (table != nullptr && table->major != 1) table = table->previous;
+    if (table != nullptr) describe = table->describe;
+  }
+  Py_XINCREF(type);
+  Py_XDECREF(last);
+  last = type;
+  last_describe = describe;
+  return describe;
+}
+
+bool is_compact(const nb::dlpack::dltensor& tensor) {
+  if (tensor.strides == nullptr) return true;
+  std::int64_t expected = 1;
+  for (int i = tensor.ndim - 1; i >= 0; --i) {
+    if (tensor.shape[i] == 0) return true;
+    if (tensor.shape[i] != 1 && tensor.strides[i] != expected) return false;
+    expected *= tensor.shape[i];
+  }
+  return true;
+}
+
+bool is_torch_tensor(nb::handle object) {
+  // Never imports torch: without it in sys.modules there is no tensor.
+  PyObject* torch = PyImport_GetModule(nb::str("torch").ptr());
+  if (torch == nullptr) return false;
+  nb::object module = nb::steal(torch);
+  nb::object type = nb::getattr(module, "Tensor", nb::none());
+  return !type.is_none() && PyObject_IsInstance(object.ptr(), type.ptr()) == 1;
+}
+
+[[noreturn]] void refuse_strided(const char* what) {
+  fail(ErrorKind::Layout, what, " is not contiguous: no hidden copy is made; pass x.contiguous(), or put it row by row");
+}
+
+[[noreturn]] void refuse_device(const char* what, const std::string& device) {
+  fail(ErrorKind::Unsupported, what, " lies in memory of device '", device, "', which this transport cannot reach yet; copy it to the CPU first");
+}
+
+std::string type_of(nb::handle object) {
+  return Py_TYPE(object.ptr())->tp_name;
+}
+
+}  // namespace
+
+void Blocking::check_signals() {
+  nb::gil_scoped_acquire held;
+  if (PyErr_CheckSignals() != 0) nb::raise_python_error();
+}
+
+Keepalive keep_object(nb::handle object) {
+  return keep(object.ptr(), nullptr);
+}
+
+// ---- Arguments ------------------------------------------------------------------------------------------------------
+
+namespace {
+
+nb::object to_integer(nb::handle value, const char* what) {
+  if (PyLong_Check(value.ptr())) return nb::borrow(value);
+  PyObject* index = PyNumber_Index(value.ptr());
+  if (index == nullptr) {
+    PyErr_Clear();
+    throw nb::type_error(text(what, " must be an integer, not ", type_of(value)).c_str());
+  }
+  return nb::steal(index);
+}
+
+}  // namespace
+
+std::uint64_t to_u64(nb::handle value, const char* what) {
+  nb::object integer = to_integer(value, what);
+  const std::uint64_t number = PyLong_AsUnsignedLongLong(integer.ptr());
+  if (number == static_cast<std::uint64_t>(-1) && PyErr_Occurred()) {
+    PyErr_Clear();
+    fail(ErrorKind::Bounds, what, " must lie in [0, 2**64), not ", nb::str(integer).c_str());
+  }
+  return number;
+}
+
+std::uint32_t to_u32(nb::handle value, const char* what) {
+  const std::uint64_t number = to_u64(value, what);
+  if (number > UINT32_MAX) fail(ErrorKind::Bounds, what, " must lie in [0, 2**32), not ", number);
+  return static_cast<std::uint32_t>(number);
+}
+
+std::uint64_t to_word(nb::handle value, const char* what) {
+  nb::object integer = to_integer(value, what);
+  int overflow = 0;
+  const long long number = PyLong_AsLongLongAndOverflow(integer.ptr(), &overflow);
+  if (overflow == 0) return static_cast<std::uint64_t>(number);
+  if (overflow < 0) fail(ErrorKind::Bounds, what, " must lie in [-2**63, 2**64), not ", nb::str(integer).c_str());
+  return to_u64(integer, what);
+}
+
+std::int64_t to_rank(nb::handle value) {
+  nb::object integer = to_integer(value, "peer");
+  int overflow = 0;
+  const long long number = PyLong_AsLongLongAndOverflow(integer.ptr(), &overflow);
+  if (overflow != 0) fail(ErrorKind::Bounds, "rank ", nb::str(integer).c_str(), " does not exist");
+  return number;
+}
+
+Deadline to_deadline(nb::handle timeout_s) {
+  if (timeout_s.is_none()) return Deadline::never();
+  const double seconds = PyFloat_AsDouble(timeout_s.ptr());
+  if (seconds == -1.0 && PyErr_Occurred()) {
+    PyErr_Clear();
+    throw nb::type_error(text("timeout_s must be a number of seconds or None, not ", type_of(timeout_s)).c_str());
+  }
+  if (!(seconds >= 0)) fail(ErrorKind::Bounds, "timeout_s must be at least 0, not ", seconds);
+  return Deadline::after(seconds);
+}
+
+nb::dict to_dict(const Description& description) {
+  nb::dict dict;
+  for (const auto& [key, value] : description) dict[key.c_str()] = value;
+  return dict;
+}
+
+// ---- Buffer -----------------------------------------------------------------------------------------------------------
+
+Buffer::Buffer(nb::handle object, const char* what, bool writable) : object_(object.ptr()) {
+  if (from_own(object) || from_tensor(object, what)) return;
+  from_protocol(object, what, writable);
+}
+
+Buffer::~Buffer() {
+  if (view_ != nullptr) {
+    PyBuffer_Release(view_);
+    delete view_;
+  }
+}
+
+Keepalive Buffer::keep() {
+  Py_buffer* view = view_;
+  view_ = nullptr;
+  return python::keep(object_, view);
+}
+
+bool Buffer::from_own(nb::handle object) {
+  if (nb::isinstance<PyView>(object)) {
+    const PyView& view = *nb::inst_ptr<PyView>(object);
+    data_ = static_cast<char*>(view.owner().core->data()) + view.offset;
+    nbytes_ = view.nbytes;
+  } else if (nb::isinstance<PyMemory>(object)) {
+    const PyMemory& memory = *nb::inst_ptr<PyMemory>(object);
+    data_ = memory.core->data();
+    nbytes_ = memory.core->nbytes();
+  } else {
+    return false;
+  }
+  return true;
+}
+
+bool Buffer::from_tensor(nb::handle object, const char* what) {
+  if (const Describe describe = describe_function(Py_TYPE(object.ptr()))) {
+    nb::dlpack::dltensor tensor{};
+    if (describe(object.ptr(), &tensor) == 0) {
+      const int device = tensor.device.device_type;
+      if (device != nb::device::cpu::value && device != nb::device::cuda_host::value) {
+        refuse_device(what, nb::str(nb::getattr(object, "device", nb::str("unknown"))).c_str());
+      }
+      if (!is_compact(tensor)) refuse_strided(what);
+      std::uint64_t elements = 1;
+      for (int i = 0; i < tensor.ndim; ++i) elements *= static_cast<std::uint64_t>(tensor.shape[i]);
+      data_ = static_cast<char*>(tensor.data) + tensor.byte_offset;
+      nbytes_ = (elements * tensor.dtype.bits * tensor.dtype.lanes + 7) / 8;
+      if (tensor.data == nullptr && nbytes_ != 0) fail(ErrorKind::Layout, what, " has no memory of its own (", type_of(object), ")");
+      return true;
+    }
+    PyErr_Clear();  // a tensor that DLPack does not describe, one on the meta device for instance: the way below says why
+  }
+  if (!is_torch_tensor(object)) return false;
+  const std::string device = nb::cast<std::string>(object.attr("device").attr("type"));
+  if (device != "cpu") refuse_device(what, nb::str(object.attr("device")).c_str());
+  if (!nb::str(object.attr("layout")).equal(nb::str("torch.strided"))) {
+    fail(ErrorKind::Layout, what, " has layout ", nb::str(object.attr("layout")).c_str(), "; a dense tensor is needed");
+  }
+  if (nb::cast<bool>(object.attr("is_conj")()) || nb::cast<bool>(object.attr("is_neg")())) {
+    fail(ErrorKind::Layout, what, " is a lazy conjugate or negative view, its bytes are not its values; pass x.resolve_conj().resolve_neg()");
+  }
+  if (!nb::cast<bool>(object.attr("is_contiguous")())) refuse_strided(what);
+  nbytes_ = nb::cast<std::uint64_t>(object.attr("numel")()) * nb::cast<std::uint64_t>(object.attr("element_size")());
+  data_ = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(object.attr("data_ptr")()));
+  if (data_ == nullptr && nbytes_ != 0) fail(ErrorKind::Layout, what, " has no memory of its own (", type_of(object), ")");
+  return true;
+}
+
+void Buffer::from_protocol(nb::handle object, const char* what, bool writable) {
+  if (!PyObject_CheckBuffer(object.ptr())) {
+    throw nb::type_error(text(what, " must be a tensor, an array, a Memory, a View or an object with the buffer protocol, not ", type_of(object)).c_str());
+  }
+  auto view = std::make_unique<Py_buffer>();
+  if (PyObject_GetBuffer(object.ptr(), view.get(), PyBUF_STRIDES | PyBUF_FORMAT) != 0) {
+    nb::python_error error;
+    fail(ErrorKind::Layout, what, " cannot be read as bytes: ", nb::str(error.value()).c_str());
+  }
+  view_ = view.release();
+  const auto refuse = [this](auto&& say) {
+    PyBuffer_Release(view_);
+    delete std::exchange(view_, nullptr);
+    say();
+  };
+  if (!PyBuffer_IsContiguous(view_, 'C')) refuse([&] { refuse_strided(what); });
+  if (view_->format != nullptr && std::strchr(view_->format, 'O') != nullptr) {
+    refuse([&] { fail(ErrorKind::Layout, what, " holds Python objects; their addresses mean nothing elsewhere"); });
+  }
+  read_only_ = view_->readonly != 0;
+  if (writable && read_only_) refuse([&] { fail(ErrorKind::Layout, what, " is read-only and would be written"); });
+  data_ = view_->buf;
+  nbytes_ = static_cast<std::uint64_t>(view_->len);
+}
+
+}  // namespace onesided::python

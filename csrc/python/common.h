@@ -1,0 +1,112 @@
+// What all bindings share: errors, arguments, buffers of the caller, and waiting without the GIL.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "core/transport.h"
+
+namespace nb = nanobind;
+
+namespace onesided::python {
+
+void register_errors(nb::module_& m);
+void register_work(nb::module_& m);
+void register_memory(nb::module_& m);
+void register_transport(nb::module_& m);
+void register_window(nb::module_& m);
+void register_tools(nb::module_& m);
+
+// ---- Waiting --------------------------------------------------------------------------------------------------------
+
+// Lets go of the GIL, and lets Ctrl-C through, while it lives. Nothing of Python may be touched meanwhile.
+class Blocking {
+ public:
+  Blocking() : interruptible_(check_signals) {}
+
+ private:
+  static void check_signals();
+
+  nb::gil_scoped_release released_;
+  InterruptScope interruptible_;
+};
+
+// Letting go of the GIL costs about as much as copying this much.
+inline constexpr std::uint64_t kCopyUnderGil = 32 << 10;
+
+// ---- Arguments ------------------------------------------------------------------------------------------------------
+
+// An integer in [0, 2^64): TypeError for anything else than an integer, BoundsError that names `what` outside.
+std::uint64_t to_u64(nb::handle value, const char* what);
+std::uint32_t to_u32(nb::handle value, const char* what);
+// An integer that stands for 64 bits: [-2^63, 2^64), negative ones as two's complement.
+std::uint64_t to_word(nb::handle value, const char* what);
+// A rank; whether it exists is for the window to say.
+std::int64_t to_rank(nb::handle value);
+// None or a number of seconds, at least 0.
+Deadline to_deadline(nb::handle timeout_s);
+
+nb::dict to_dict(const Description& description);
+
+// ---- Memory of the caller ---------------------------------------------------------------------------------------------
+
+// Keeps a Python object alive from C++. It may be let go of on any thread without the GIL: the object is then released by
+// the next call into this library, or by the interpreter as soon as it looks.
+Keepalive keep_object(nb::handle object);
+
+// The bytes of a Memory, a View, a tensor or any object with the buffer protocol, for the length of one call.
+class Buffer {
+ public:
+  // Throws TypeError if `object` has no bytes; LayoutError, naming `what`, if they are strided, of Python objects, or
+  // read-only where `writable` is asked; Unsupported if they are not in host memory.
+  Buffer(nb::handle object, const char* what, bool writable);
+  ~Buffer();
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+
+  void* data() const { return data_; }
+  std::uint64_t nbytes() const { return nbytes_; }
+  bool read_only() const { return read_only_; }
+  // Keeps object and bytes beyond the call.
+  Keepalive keep();
+
+ private:
+  bool from_own(nb::handle object);
+  bool from_tensor(nb::handle object, const char* what);
+  void from_protocol(nb::handle object, const char* what, bool writable);
+
+  PyObject* const object_;
+  void* data_ = nullptr;
+  std::uint64_t nbytes_ = 0;
+  bool read_only_ = false;
+  Py_buffer* view_ = nullptr;
+};
+
+// ---- Objects --------------------------------------------------------------------------------------------------------
+
+// The Python objects `Memory` and `View`. Memory holds on to the mapping for as long as the object lives, also after
+// close(): arrays and tensors over it may still be in use.
+struct PyMemory {
+  std::shared_ptr<Memory> core;
+};
+
+struct PyView {
+  nb::object memory;  // a PyMemory
+  std::uint64_t offset;
+  std::uint64_t nbytes;
+
+  PyMemory& owner() const { return *nb::inst_ptr<PyMemory>(memory); }
+};
+
+// None for a finished operation would be cheaper, but its callers wait on it.
+nb::object to_python(const std::shared_ptr<Work>& work);
+
+}  // namespace onesided::python

@@ -1,0 +1,205 @@
+#include <nanobind/stl/vector.h>
+
+#include <cmath>
+
+#include "core/window.h"
+#include "python/operations.h"
+
+namespace onesided::python {
+namespace {
+
+// The Python object. close() lets go of the core; an operation in another thread keeps its own hold on it meanwhile. All
+// access to `core` is under the GIL.
+struct PyWindow {
+  std::string name;
+  std::shared_ptr<Window> core;
+
+  std::shared_ptr<Window> open(const char* operation) const {
+    if (core == nullptr || core->closed()) fail(ErrorKind::StaleHandle, operation, ": window '", name, "' is closed");
+    return core;
+  }
+};
+
+std::chrono::nanoseconds to_spin(double seconds) {
+  if (!(seconds >= 0)) fail(ErrorKind::Bounds, "spin_s must be at least 0, not ", seconds);
+  return std::chrono::nanoseconds(static_cast<std::int64_t>(std::min(seconds, 3600.0) * 1e9));
+}
+
+template <class T, class Convert>
+std::optional<T> optionally(nb::handle value, Convert&& convert) {
+  return value.is_none() ? std::nullopt : std::optional<T>(convert(value));
+}
+
+}  // namespace
+
+std::shared_ptr<Window> window_of(nb::handle window) {
+  return nb::cast<PyWindow&>(window).open("bench");
+}
+
+void register_window(nb::module_& m) {
+  nb::class_<PyWindow>(m, "Window", nb::is_weak_referenceable(), "The data path of onesided.windows.Window, which see.")
+      .def(
+          "__init__",
+          [](PyWindow* self, std::string name, PyMemory* memory, std::vector<std::shared_ptr<Target>> targets,
+             std::optional<unsigned> rank) {
+            auto core = std::make_shared<Window>(name, memory == nullptr ? nullptr : memory->core, std::move(targets), rank);
+            new (self) PyWindow{std::move(name), std::move(core)};
+          },
+          nb::arg("name"), nb::arg("memory").none(), nb::arg("targets"), nb::arg("rank").none() = nb::none(),
+          nb::sig("def __init__(self, name: str, memory: Memory | None, targets: list[Target], rank: int | None = None) -> None"))
+      .def(
+          "put",
+          [](PyWindow& self, nb::handle source, nb::handle peer, nb::handle offset_bytes, nb::handle signal, nb::handle add,
+             bool async_op, nb::handle timeout_s) {
+            const auto window = self.open("put");
+            return put(window->target("put", to_rank(peer)), source, offset_bytes, signal, add, async_op, to_deadline(timeout_s));
+          },
+          nb::arg("source"), nb::arg("peer"), nb::arg("offset_bytes") = 0, nb::kw_only(), nb::arg("signal").none() = nb::none(),
+          nb::arg("add") = 1, nb::arg("async_op") = false, nb::arg("timeout_s").none() = nb::none(),
+          nb::sig("def put(self, source: object, peer: int, offset_bytes: int = 0, *, signal: int | None = None, add: int = 1, async_op: bool = False, timeout_s: float | None = None) -> Work"),
+          R"(Writes all bytes of `source` into the window of rank `peer`, from `offset_bytes` on.
+
+`source` is any contiguous tensor, array or buffer; it need not be shared or registered. Zero bytes are legal. With
+`signal`, adds `add` to that signal of `peer` when this and every earlier put from here to `peer` on this window is visible
+there. Puts to one peer are otherwise unordered until flush().
+
+The returned Work may be done already; without `async_op`, on shm, it always is. Until it is done the source must not be
+changed. An asynchronous one runs beside the caller, in issue order per peer.
+
+Raises BoundsError, LayoutError, RemoteAccessError (the window is read-only), StaleHandle (closed here or at the peer),
+ConnectionLost, DeadlineExceeded; the source is not read after that. After an error the target's bytes in the range of this
+put are undefined, all others are unchanged.)")
+      .def(
+          "get",
+          [](PyWindow& self, nb::handle destination, nb::handle peer, nb::handle offset_bytes, bool async_op, nb::handle timeout_s) {
+            const auto window = self.open("get");
+            return get(window->target("get", to_rank(peer)), destination, offset_bytes, async_op, to_deadline(timeout_s));
+          },
+          nb::arg("destination"), nb::arg("peer"), nb::arg("offset_bytes") = 0, nb::kw_only(), nb::arg("async_op") = false,
+          nb::arg("timeout_s").none() = nb::none(),
+          nb::sig("def get(self, destination: object, peer: int, offset_bytes: int = 0, *, async_op: bool = False, timeout_s: float | None = None) -> Work"),
+          R"(Fills `destination` with bytes of the window of rank `peer`, from `offset_bytes` on. Errors as for put().
+
+A get is not ordered against a put of somebody else: wait for a signal that says that the bytes are there.)")
+      .def(
+          "signal",
+          [](PyWindow& self, nb::handle peer, nb::handle index, nb::handle add, bool async_op, nb::handle timeout_s) {
+            const auto window = self.open("signal");
+            return signal(window->target("signal", to_rank(peer)), index, add, async_op, to_deadline(timeout_s));
+          },
+          nb::arg("peer"), nb::arg("index"), nb::arg("add") = 1, nb::kw_only(), nb::arg("async_op") = false,
+          nb::arg("timeout_s").none() = nb::none(),
+          nb::sig("def signal(self, peer: int, index: int, add: int = 1, *, async_op: bool = False, timeout_s: float | None = None) -> Work"),
+          R"(Adds `add` to signal `index` of rank `peer`, when every earlier put from here to `peer` on this window is visible.
+
+Counters have 64 bits and may wrap; a negative `add` subtracts.)")
+      .def(
+          "wait_signal",
+          [](PyWindow& self, nb::handle index, nb::handle at_least, nb::handle source, nb::handle timeout_s, double spin_s) {
+            const auto window = self.open("wait_signal");
+            const std::uint32_t signal = to_u32(index, "signal index");
+            const auto count = optionally<std::uint64_t>(at_least, [](nb::handle value) { return to_u64(value, "at_least"); });
+            const auto from = optionally<std::int64_t>(source, to_rank);
+            const Deadline deadline = to_deadline(timeout_s);
+            const auto spin = to_spin(spin_s);
+            Blocking blocking;
+            return window->wait_signal(signal, count, from, deadline, spin);
+          },
+          nb::arg("index"), nb::arg("at_least").none() = nb::none(), nb::kw_only(), nb::arg("source").none() = nb::none(),
+          nb::arg("timeout_s").none() = nb::none(), nb::arg("spin_s") = 50e-6,
+          nb::sig("def wait_signal(self, index: int, at_least: int | None = None, *, source: int | None = None, timeout_s: float | None = None, spin_s: float = 5e-05) -> int"),
+          R"(Waits until signal `index` of this rank has reached `at_least`; returns its count.
+
+Without `at_least`, consumes one: each such call on an index waits for one more than all earlier ones. Consuming is done
+against a number kept here; the counter itself is never written by its owner. Comparison is wrap-safe: a count has reached
+`at_least` if it is less than 2**63 steps past it.
+
+With `source`, only that rank's loss ends the wait. Without, the signal may come from any rank, so the loss of any raises
+ConnectionLost, except of those in acknowledge_lost(). Spins for `spin_s`, then sleeps without using the CPU. Raises
+DeadlineExceeded, ConnectionLost, StaleHandle if the window is closed meanwhile, Unsupported on an attached window.)")
+      .def(
+          "signal_value",
+          [](PyWindow& self, nb::handle index) { return self.open("signal_value")->signal_value(to_u32(index, "signal index")); },
+          nb::arg("index"), nb::sig("def signal_value(self, index: int) -> int"),
+          "The count of signal `index` of this rank now. What its signals announced is visible.")
+      .def(
+          "test_signal",
+          [](PyWindow& self, nb::handle index, nb::handle at_least) {
+            return reached(self.open("test_signal")->signal_value(to_u32(index, "signal index")), to_u64(at_least, "at_least"));
+          },
+          nb::arg("index"), nb::arg("at_least"), nb::sig("def test_signal(self, index: int, at_least: int) -> bool"),
+          "True if signal `index` of this rank has reached `at_least`. Never blocks.")
+      .def(
+          "fetch_add",
+          [](PyWindow& self, nb::handle peer, nb::handle offset_bytes, nb::handle add) {
+            const auto window = self.open("fetch_add");
+            return window->target("fetch_add", to_rank(peer)).fetch_add(to_u64(offset_bytes, "offset_bytes"), to_word(add, "add"));
+          },
+          nb::arg("peer"), nb::arg("offset_bytes"), nb::arg("add"),
+          nb::sig("def fetch_add(self, peer: int, offset_bytes: int, add: int) -> int"),
+          R"(Adds to the aligned 8-byte word at `offset_bytes` of rank `peer`, atomically against all other atomics on it.
+
+Returns what it held, in [0, 2**64). Unsupported on a window over a private tensor.)")
+      .def(
+          "compare_swap",
+          [](PyWindow& self, nb::handle peer, nb::handle offset_bytes, nb::handle expected, nb::handle desired) {
+            const auto window = self.open("compare_swap");
+            return window->target("compare_swap", to_rank(peer))
+                .compare_swap(to_u64(offset_bytes, "offset_bytes"), to_word(expected, "expected"), to_word(desired, "desired"));
+          },
+          nb::arg("peer"), nb::arg("offset_bytes"), nb::arg("expected"), nb::arg("desired"),
+          nb::sig("def compare_swap(self, peer: int, offset_bytes: int, expected: int, desired: int) -> int"),
+          "Sets the aligned 8-byte word to `desired` if it holds `expected`; returns what it held, in [0, 2**64).")
+      .def(
+          "flush",
+          [](PyWindow& self, nb::handle peer, nb::handle timeout_s) {
+            const auto window = self.open("flush");
+            if (peer.is_none()) {
+              const Deadline deadline = to_deadline(timeout_s);
+              Blocking blocking;
+              window->flush_all(deadline);
+              return;
+            }
+            Target& target = window->target("flush", to_rank(peer));
+            const Deadline deadline = to_deadline(timeout_s);
+            if (!target.busy()) return target.flush(deadline);
+            Blocking blocking;
+            target.flush(deadline);
+          },
+          nb::arg("peer").none() = nb::none(), nb::arg("timeout_s").none() = nb::none(),
+          nb::sig("def flush(self, peer: int | None = None, timeout_s: float | None = None) -> None"),
+          R"(Returns when all earlier operations to `peer`, or to every rank that there were any to, are visible there to all.
+
+The target need not call anything. Raises the first failure of an asynchronous operation that nobody was told of.
+When the deadline passes, what is left is cancelled and DeadlineExceeded is raised.)")
+      .def("lost", [](PyWindow& self) { return self.open("lost")->lost(); }, nb::sig("def lost(self) -> list[int]"),
+           "The ranks that are lost, in order.")
+      .def("acknowledge_lost", [](PyWindow& self) { return self.open("acknowledge_lost")->acknowledge_lost(); },
+           nb::sig("def acknowledge_lost(self) -> list[int]"),
+           R"(The ranks that are lost; from here on, waits without `source` go on without them.
+
+After MPI's MPIX_Comm_failure_ack (User Level Failure Mitigation): a wait for anybody cannot know whether the lost rank was
+the one, so it fails once, and goes on when told to.)")
+      .def(
+          "_close",
+          [](PyWindow& self, nb::handle timeout_s) {
+            const Deadline deadline = to_deadline(timeout_s);
+            auto window = self.core;
+            if (window == nullptr) return;
+            {
+              Blocking blocking;
+              window->close(deadline);
+              window = nullptr;
+            }
+            self.core = nullptr;
+          },
+          nb::arg("timeout_s").none() = 5.0, nb::sig("def _close(self, timeout_s: float | None = 5.0) -> None"),
+          "Ends access to this rank's memory; see Window.close.")
+      .def_prop_ro("closed", [](PyWindow& self) { return self.core == nullptr || self.core->closed(); }, "True once close() has ended.")
+      .def_prop_ro("name", [](PyWindow& self) { return self.name; }, "The name of the window, the same on all ranks.")
+      .def_prop_ro("size", [](PyWindow& self) { return self.open("size")->size(); }, "The number of ranks.")
+      .def_prop_ro("rank", [](PyWindow& self) { return self.open("rank")->rank(); }, nb::sig("def rank(self) -> int | None"),
+                   "This process's rank; None on an attached window.");
+}
+
+}  // namespace onesided::python

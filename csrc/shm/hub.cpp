@@ -1,0 +1,302 @@
+#include "shm/hub.h"
+
+#include <poll.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+
+#include "core/process.h"
+#include "shm/connection.h"
+
+namespace onesided::shm {
+namespace {
+
+void add_to_epoll(int epoll, int fd, std::uint32_t events) {
+  epoll_event event{};
+  event.events = events;
+  event.data.fd = fd;
+  if (::epoll_ctl(epoll, EPOLL_CTL_ADD, fd, &event) != 0) fail_errno(ErrorKind::Onesided, errno, "epoll_ctl failed");
+}
+
+}  // namespace
+
+Token host_token() {
+  // boot_id is a UUID as text; the network namespace decides who can see an abstract socket.
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  struct stat network {};
+  ::stat("/proc/self/ns/net", &network);
+  Token token{};
+  for (std::size_t i = 0; i < boot.size(); ++i) token[i % token.size()] = static_cast<std::uint8_t>(token[i % token.size()] * 31 + boot[i]);
+  for (std::size_t i = 0; i < sizeof network.st_ino; ++i) token[i] ^= static_cast<std::uint8_t>(network.st_ino >> (8 * i));
+  return token;
+}
+
+Hub::Hub()
+    : made_in_(fork_generation()),
+      counters_(counters_for("shm", "")),
+      address_("onesided-" + hex(random_token())),
+      listener_(listen_on(address_)),
+      epoll_(::epoll_create1(EPOLL_CLOEXEC)),
+      wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (!epoll_ || !wake_) {
+    fail_errno(ErrorKind::Onesided, errno, "no descriptors for the transport's thread (RLIMIT_NOFILE: raise it with ulimit -n)");
+  }
+  add_to_epoll(epoll_.get(), listener_.get(), EPOLLIN);
+  add_to_epoll(epoll_.get(), wake_.get(), EPOLLIN);
+}
+
+Hub::~Hub() {
+  stop();
+}
+
+void Hub::start() {
+  close_in_forked_child(listener_.get());
+  thread_ = std::thread([this] { run(); });
+}
+
+void Hub::stop() {
+  if (made_in_ != fork_generation()) {
+    // The thread lives in the parent only, and the listening socket was closed by the fork handler.
+    if (thread_.joinable()) thread_.detach();
+    listener_.release();
+    for (auto& [fd, peer] : incoming_) peer.socket.release();
+    return;
+  }
+  if (stopped_.exchange(true)) return;
+  if (thread_.joinable()) {
+    const std::uint64_t one = 1;
+    if (::write(wake_.get(), &one, sizeof one) != sizeof one) return;
+    thread_.join();
+  }
+  std::lock_guard lock(mutex_);
+  forget_in_forked_child(listener_.get());
+  listener_.reset();
+  for (auto& [fd, peer] : incoming_) forget_in_forked_child(fd);
+  incoming_.clear();
+}
+
+void Hub::check_usable(const char* what) const {
+  check_not_forked(made_in_, what);
+  if (stopped()) fail(ErrorKind::StaleHandle, what, " is closed");
+}
+
+Endpoint Hub::bind(bool shared) {
+  std::lock_guard lock(mutex_);
+  const std::uint64_t id = next_id_++;
+  const Token secret = random_token();
+  bound_[id] = {secret, shared};
+  return {TransportKind::Shm, shared, token_, host_token(), id, secret, static_cast<std::uint32_t>(::getpid()), address_};
+}
+
+std::uint64_t Hub::next_memory_id() {
+  std::lock_guard lock(mutex_);
+  return next_id_++;
+}
+
+void Hub::list(ShmMemory* memory) {
+  std::lock_guard lock(mutex_);
+  memories_[memory->id()] = memory;
+}
+
+void Hub::withdraw(std::uint64_t memory_id) {
+  std::lock_guard lock(mutex_);
+  memories_.erase(memory_id);
+}
+
+std::vector<std::shared_ptr<ShmMemory>> Hub::memories() {
+  std::lock_guard lock(mutex_);
+  std::vector<std::shared_ptr<ShmMemory>> alive;
+  for (const auto& [id, memory] : memories_) {
+    if (auto shared = memory->weak_from_this().lock()) alive.push_back(std::move(shared));
+  }
+  return alive;
+}
+
+void Hub::watch(const std::shared_ptr<ShmConnection>& connection, int socket, int pidfd) {
+  std::lock_guard lock(mutex_);
+  watched_[socket] = connection;
+  add_to_epoll(epoll_.get(), socket, EPOLLRDHUP);
+  if (pidfd >= 0) {
+    watched_[pidfd] = connection;
+    add_to_epoll(epoll_.get(), pidfd, EPOLLIN);
+  }
+}
+
+void Hub::unwatch(int socket, int pidfd) {
+  std::lock_guard lock(mutex_);
+  for (const int fd : {socket, pidfd}) {
+    if (fd >= 0 && watched_.erase(fd) != 0) ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
+  }
+}
+
+std::vector<std::shared_ptr<ShmConnection>> Hub::connections() {
+  std::lock_guard lock(mutex_);
+  std::vector<std::shared_ptr<ShmConnection>> alive;
+  for (auto& [fd, weak] : watched_) {
+    if (auto connection = weak.lock()) alive.push_back(std::move(connection));
+  }
+  return alive;
+}
+
+void Hub::wake_waiters() {
+  std::lock_guard lock(mutex_);
+  for (const auto& [id, memory] : memories_) memory->control().event().notify();
+}
+
+std::string Hub::name_of_holder(int socket) const {
+  const auto peer = incoming_.find(socket);
+  return peer == incoming_.end() ? "a peer" : text("process ", peer->second.pid);
+}
+
+// ---- The thread ---------------------------------------------------------------------------------------------------
+
+void Hub::run() {
+  std::array<epoll_event, 64> events;
+  while (!stopped()) {
+    const int ready = ::epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), -1);
+    for (int i = 0; i < ready; ++i) {
+      const int fd = events[i].data.fd;
+      if (fd == wake_.get()) continue;
+      if (fd == listener_.get()) {
+        accept_all();
+      } else if (incoming_.count(fd) != 0) {
+        serve(fd);
+      } else {
+        check_watched(fd);
+      }
+    }
+  }
+}
+
+void Hub::accept_all() {
+  for (;;) {
+    Fd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (!socket) {
+      // Out of descriptors: the peer stays in the queue. The nap keeps this thread from spinning on it.
+      if (errno == EMFILE || errno == ENFILE) ::poll(nullptr, 0, 10);
+      return;
+    }
+    const PeerCredentials peer = credentials(socket.get());
+    // Memory is for the same user only (and root, who can read it in any case).
+    if (peer.uid != ::geteuid() && peer.uid != 0) continue;
+    const int fd = socket.get();
+    close_in_forked_child(fd);
+    add_to_epoll(epoll_.get(), fd, EPOLLIN);
+    std::lock_guard lock(mutex_);
+    incoming_[fd] = {std::move(socket), peer.pid, false};
+  }
+}
+
+void Hub::serve(int socket) {
+  Request request;
+  try {
+    if (!receive_message(socket, request)) return;
+  } catch (const Error&) {
+    drop(socket);
+    return;
+  }
+  std::vector<int> fds;
+  std::vector<Fd> keep_open;
+  Reply reply;
+  {
+    std::lock_guard lock(mutex_);
+    reply = answer(incoming_.at(socket), request, fds, keep_open);
+  }
+  if (request.type != Request::Type::Detach && !send_message(socket, reply, fds)) drop(socket);
+}
+
+// With the lock held.
+Reply Hub::answer(Incoming& peer, const Request& request, std::vector<int>& fds, std::vector<Fd>& keep_open) {
+  Reply reply;
+  reply.request_id = request.request_id;
+  try {
+    switch (request.type) {
+      case Request::Type::Hello: greet(peer, request); break;
+      case Request::Type::Attach: open_memory(peer, request, reply, fds, keep_open); break;
+      case Request::Type::Detach:
+        if (const auto memory = memories_.find(request.id); memory != memories_.end()) {
+          memory->second->free_slot(request.slot, peer.socket.get());
+        }
+        break;
+      default: fail(ErrorKind::Unsupported, "unknown request ", static_cast<unsigned>(request.type));
+    }
+  } catch (const Error& error) {
+    fds.clear();
+    reply.error = static_cast<std::uint32_t>(error.kind());
+    if (reply.error == 0) reply.error = static_cast<std::uint32_t>(ErrorKind::Unsupported);
+    std::strncpy(reply.message.data(), error.what(), reply.message.size() - 1);
+  }
+  return reply;
+}
+
+void Hub::greet(Incoming& peer, const Request& request) {
+  const auto bound = bound_.find(request.id);
+  if (bound == bound_.end()) {
+    fail(ErrorKind::StaleHandle, "connect: this endpoint was used already, or its transport was made anew");
+  }
+  if (bound->second.secret != request.token) fail(ErrorKind::Handle, "connect: this endpoint's secret is wrong");
+  if (!bound->second.shared) bound_.erase(bound);
+  peer.greeted = true;
+}
+
+void Hub::open_memory(Incoming& peer, const Request& request, Reply& reply, std::vector<int>& fds,
+                      std::vector<Fd>& keep_open) {
+  if (!peer.greeted) fail(ErrorKind::RemoteAccess, "attach: not connected");
+  const auto found = memories_.find(request.id);
+  ShmMemory* const memory = found == memories_.end() ? nullptr : found->second;
+  if (memory == nullptr) fail(ErrorKind::StaleHandle, "attach: this memory was closed");
+  if (memory->key() != request.token) fail(ErrorKind::Handle, "attach: this handle's key does not fit the memory");
+  const auto& segment = memory->segment();
+  if (segment != nullptr && memory->access() == Access::Read) keep_open.push_back(segment->read_only_fd());
+  reply.nbytes = memory->nbytes();
+  reply.access = static_cast<std::uint32_t>(memory->access());
+  reply.slots = memory->control().slots();
+  reply.signals = memory->control().signals();
+  reply.slot = memory->take_slot(peer.socket.get());
+  fds.push_back(memory->control_segment()->fd());
+  if (segment != nullptr) {
+    reply.segment_nbytes = segment->nbytes();
+    reply.segment_offset = static_cast<std::uint64_t>(static_cast<char*>(memory->data()) - segment->base());
+    fds.push_back(keep_open.empty() ? segment->fd() : keep_open.back().get());
+  } else {
+    reply.address = reinterpret_cast<std::uint64_t>(memory->data());
+    reply.probe_address = reinterpret_cast<std::uint64_t>(token_.data());
+  }
+}
+
+// The peer at the other end of an accepted connection is gone, or at least will not come back on it.
+void Hub::drop(int socket) {
+  std::lock_guard lock(mutex_);
+  for (const auto& [id, memory] : memories_) memory->free_slots_of(socket);
+  forget_in_forked_child(socket);
+  incoming_.erase(socket);  // closes it, which takes it out of the epoll set
+}
+
+void Hub::check_watched(int fd) {
+  std::shared_ptr<ShmConnection> connection;
+  {
+    std::lock_guard lock(mutex_);
+    const auto watched = watched_.find(fd);
+    if (watched == watched_.end()) return;
+    connection = watched->second.lock();
+    // The event may have been meant for an earlier user of this descriptor's number.
+    pollfd again{fd, POLLRDHUP | POLLIN, 0};
+    const bool is_pidfd = connection != nullptr && fd == connection->pidfd();
+    if (::poll(&again, 1, 0) <= 0 || (again.revents & (is_pidfd ? POLLIN : POLLRDHUP | POLLHUP | POLLERR)) == 0) return;
+    ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
+    watched_.erase(watched);
+  }
+  if (connection == nullptr) return;
+  connection->lose_peer(fd == connection->pidfd());
+  wake_waiters();
+}
+
+}  // namespace onesided::shm

@@ -1,0 +1,96 @@
+// What one shm transport shares with its memories and connections: a listening socket, the list of what peers may open,
+// and the thread that answers them and notices their death. The thread sleeps unless a peer connects, opens a memory or
+// dies; no transfer passes through it.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "shm/memory.h"
+#include "shm/segment.h"
+#include "shm/socket.h"
+
+namespace onesided::shm {
+
+class ShmConnection;
+
+// A random token of this host, boot and network namespace: peers with the same one can reach each other's sockets.
+Token host_token();
+
+class Hub : public std::enable_shared_from_this<Hub> {
+ public:
+  Hub();
+  ~Hub();
+
+  void start();
+  // Ends the thread and the listening. Memories and connections must be closed before.
+  void stop();
+
+  const Token& token() const { return token_; }
+  const std::shared_ptr<Counters>& counters() const { return counters_; }
+  void check_usable(const char* what) const;
+  bool stopped() const { return stopped_.load(); }
+
+  Endpoint bind(bool shared);
+
+  std::uint64_t next_memory_id();
+  // A listed memory stays in the list until it withdraws itself, which it does before anything else when it is destroyed:
+  // with the lock held, the pointers of the list are good.
+  void list(ShmMemory* memory);
+  void withdraw(std::uint64_t memory_id);
+  std::vector<std::shared_ptr<ShmMemory>> memories();
+
+  // Watches a connection's socket and, if there is one, its peer's pidfd until unwatch().
+  void watch(const std::shared_ptr<ShmConnection>& connection, int socket, int pidfd);
+  void unwatch(int socket, int pidfd);
+  std::vector<std::shared_ptr<ShmConnection>> connections();
+  // Wakes everybody who waits for a signal, to look at who is lost.
+  void wake_waiters();
+
+  std::mutex& mutex() { return mutex_; }
+  std::string name_of_holder(int socket) const;  // with the lock held
+
+ private:
+  struct Incoming {
+    Fd socket;
+    pid_t pid = 0;
+    bool greeted = false;
+  };
+  struct Bound {
+    Token secret;
+    bool shared;
+  };
+
+  void run();
+  void accept_all();
+  void serve(int socket);
+  Reply answer(Incoming& peer, const Request& request, std::vector<int>& fds, std::vector<Fd>& keep_open);
+  void greet(Incoming& peer, const Request& request);
+  void open_memory(Incoming& peer, const Request& request, Reply& reply, std::vector<int>& fds, std::vector<Fd>& keep_open);
+  void drop(int socket);
+  void check_watched(int fd);
+
+  const Token token_ = random_token();
+  const std::uint32_t made_in_;
+  const std::shared_ptr<Counters> counters_;
+  const std::string address_;
+  Fd listener_;
+  Fd epoll_;
+  Fd wake_;
+  std::thread thread_;
+  std::atomic<bool> stopped_{false};
+
+  std::mutex mutex_;
+  std::uint64_t next_id_ = 1;
+  std::unordered_map<std::uint64_t, ShmMemory*> memories_;
+  std::unordered_map<std::uint64_t, Bound> bound_;
+  std::unordered_map<int, Incoming> incoming_;
+  std::unordered_map<int, std::weak_ptr<ShmConnection>> watched_;
+};
+
+}  // namespace onesided::shm

@@ -1,0 +1,117 @@
+#include "shm/memory.h"
+
+#include <time.h>
+
+#include "shm/hub.h"
+
+namespace onesided::shm {
+namespace {
+
+std::shared_ptr<Segment> control_segment(std::uint32_t slots, std::uint32_t signals) {
+  if (signals > Control::kMostSignals) {
+    fail(ErrorKind::Bounds, signals, " signals are too many for one memory: ", Control::kMostSignals, " at most");
+  }
+  if (slots > Control::kMostSlots) {
+    fail(ErrorKind::Bounds, slots, " peers are too many for one memory: ", Control::kMostSlots, " at most");
+  }
+  return Segment::create(Control::size_for(slots, signals), "onesided-control");
+}
+
+}  // namespace
+
+ShmMemory::ShmMemory(std::shared_ptr<Hub> hub, std::uint64_t id, void* data, std::uint64_t nbytes, Access access,
+                     std::uint32_t signals, std::uint32_t slots, std::shared_ptr<Segment> segment, Keepalive keep)
+    : hub_(std::move(hub)),
+      id_(id),
+      key_(random_token()),
+      data_(data),
+      nbytes_(nbytes),
+      access_(access),
+      segment_(std::move(segment)),
+      control_segment_(onesided::shm::control_segment(slots, signals)),
+      control_(control_segment_->base(), slots, signals),
+      holders_(slots, kFree),
+      keep_(std::move(keep)) {
+  ControlHeader& header = control_.header();
+  header.magic = ControlHeader::kMagic;
+  header.slots = slots;
+  header.signals = signals;
+}
+
+// Nobody may still reach the bytes once this object is gone. If a stopped peer is in the middle of an operation, whatever
+// keeps the bytes alive is kept for good: a leak is better than a write into memory that has become something else.
+ShmMemory::~ShmMemory() {
+  try {
+    close(Deadline::after(1));
+  } catch (const std::exception&) {
+    new Keepalive(std::move(keep_));
+  }
+}
+
+RemoteMemory ShmMemory::remote() const {
+  return {TransportKind::Shm, access_, hub_->token(), id_, 0, nbytes_, control_.signals(), key_};
+}
+
+void ShmMemory::close(const Deadline& deadline) {
+  control_.header().closed.store(1, std::memory_order_seq_cst);
+  control_.event().notify();
+  hub_->withdraw(id_);
+  const auto spin_until = Deadline::after(50e-6);
+  for (;;) {
+    const std::string stuck = stuck_peers();
+    if (stuck.empty()) break;
+    if (deadline.passed()) {
+      fail(ErrorKind::DeadlineExceeded, "close: ", stuck, " in the middle of an operation on this memory and may be stopped; ",
+           "the memory stays registered, close it again");
+    }
+    check_interrupt();
+    if (spin_until.passed()) {
+      const timespec nap{0, 100'000};
+      ::nanosleep(&nap, nullptr);
+    }
+  }
+  keep_.reset();
+}
+
+// Names who has operations under way; empty if nobody has.
+std::string ShmMemory::stuck_peers() {
+  std::string names;
+  std::lock_guard lock(hub_->mutex());
+  for (std::uint32_t slot = 0; slot < holders_.size(); ++slot) {
+    if (holders_[slot] == kFree || control_.slot(slot).under_way.load(std::memory_order_seq_cst) == 0) continue;
+    names += names.empty() ? "" : ", ";
+    names += holders_[slot] == kOwner ? "this process" : hub_->name_of_holder(holders_[slot]);
+  }
+  return names.empty() ? names : names + " is";
+}
+
+std::uint32_t ShmMemory::take_slot(int holder) {
+  for (std::uint32_t slot = 0; slot < holders_.size(); ++slot) {
+    if (holders_[slot] != kFree) continue;
+    holders_[slot] = holder;
+    control_.slot(slot).under_way.store(0, std::memory_order_seq_cst);
+    return slot;
+  }
+  fail(ErrorKind::Unsupported, "this memory was made for ", holders_.size(), " peers and has as many");
+}
+
+void ShmMemory::free_slot(std::uint32_t slot, int holder) {
+  if (slot < holders_.size() && holders_[slot] == holder) holders_[slot] = kFree;
+}
+
+void ShmMemory::free_slots_of(int holder) {
+  for (auto& held_by : holders_) {
+    if (held_by == holder) held_by = kFree;
+  }
+}
+
+Description ShmMemory::describe() const {
+  return {
+      {"nbytes", std::to_string(nbytes_)},
+      {"access", name_of(access_)},
+      {"signals", std::to_string(control_.signals())},
+      {"memory", segment_ ? "shared (memfd): peers map it" : "private: peers go through cross-memory attach, no atomics"},
+  };
+}
+
+}  // namespace onesided::shm

@@ -1,0 +1,336 @@
+#include "shm/target.h"
+
+#include <poll.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "core/copy.h"
+#include "core/process.h"
+
+namespace onesided::shm {
+namespace {
+
+// Signals and atomics order everything before them on every processor: the read-modify-write is sequentially consistent,
+// and the streaming copies end with a store fence.
+std::atomic_ref<std::uint64_t> word_at(std::uint64_t* word) {
+  return std::atomic_ref<std::uint64_t>(*word);
+}
+
+bool process_ended(int pidfd) {
+  pollfd watched{pidfd, POLLIN, 0};
+  return pidfd >= 0 && ::poll(&watched, 1, 0) > 0;
+}
+
+std::string why_not_permitted(int error) {
+  std::string why = text("process_vm_readv: ", std::strerror(error));
+  if (error == EPERM) why += " (a ptrace permission: kernel.yama.ptrace_scope must be 0, both processes of one user, and not in a container without CAP_SYS_PTRACE)";
+  if (error == ENOSYS) why += " (the kernel has no CONFIG_CROSS_MEMORY_ATTACH)";
+  return why;
+}
+
+}  // namespace
+
+std::string probe_cross_memory(pid_t pid, std::uint64_t probe_address, const Token& expected) {
+  if (pid == 0) return "the peer's process is not visible from this PID namespace";
+  Token seen{};
+  iovec local{seen.data(), seen.size()};
+  iovec remote{reinterpret_cast<void*>(probe_address), seen.size()};
+  const ssize_t got = ::process_vm_readv(pid, &local, 1, &remote, 1, 0);
+  if (got < 0) return why_not_permitted(errno);
+  return seen == expected ? "" : text("process ", pid, " is not the peer (another PID namespace?)");
+}
+
+// Counts an operation as under way for as long as it lives, so that the owner's close() waits for it. The order matters:
+// first count, then look whether the memory is closed (see Slot).
+class ShmTarget::UnderWay {
+ public:
+  UnderWay(const ShmTarget& target, const char* operation) : under_way_(target.at_.control.slot(target.at_.slot).under_way) {
+    under_way_.fetch_add(1, std::memory_order_seq_cst);
+    try {
+      look(target, operation);
+    } catch (...) {
+      under_way_.fetch_sub(1, std::memory_order_release);
+      throw;
+    }
+  }
+  ~UnderWay() { under_way_.fetch_sub(1, std::memory_order_release); }
+  UnderWay(const UnderWay&) = delete;
+  UnderWay& operator=(const UnderWay&) = delete;
+
+  static void look(const ShmTarget& target, const char* operation) {
+    if (target.at_.control.header().closed.load(std::memory_order_seq_cst) != 0) {
+      fail(ErrorKind::StaleHandle, operation, ": the memory of ", target.peer().name(), " was closed");
+    }
+    if (target.closed_.load(std::memory_order_relaxed)) fail(ErrorKind::StaleHandle, operation, ": this window is closed");
+    if (target.peer().lost()) target.peer().fail_lost(operation);
+  }
+
+ private:
+  std::atomic<std::uint32_t>& under_way_;
+};
+
+// What is looked at between the pieces of a long operation that runs on the caller's thread.
+class ShmTarget::Between final : public Checkpoint {
+ public:
+  Between(const char* operation, const ShmTarget& target, const Deadline& deadline)
+      : operation_(operation), target_(target), deadline_(deadline) {}
+
+  void pass() override {
+    check_deadline();
+    UnderWay::look(target_, operation_);
+    check_interrupt();
+  }
+  void check_deadline() const {
+    if (deadline_.passed()) {
+      fail(ErrorKind::DeadlineExceeded, operation_, " to ", target_.peer().name(), ": the deadline passed; its source is not read again");
+    }
+  }
+
+ private:
+  const char* operation_;
+  const ShmTarget& target_;
+  const Deadline& deadline_;
+};
+
+ShmTarget::~ShmTarget() {
+  close();
+}
+
+void ShmTarget::check(const char* operation, Access wanted, std::uint64_t offset, std::uint64_t nbytes) const {
+  check_not_forked(at_.made_in, "this window");
+  check_bounds(operation, at_.peer->name(), offset, nbytes, at_.nbytes);
+  if (!permits(at_.access, wanted)) {
+    fail(ErrorKind::RemoteAccess, operation, ": the memory of ", at_.peer->name(), " permits '", name_of(at_.access), "' only");
+  }
+}
+
+// ---- Operations ---------------------------------------------------------------------------------------------------
+
+// Runs an operation of the caller's; counts it as one to flush, or as an error.
+template <class Operation>
+auto ShmTarget::counted(Operation&& operation) {
+  try {
+    auto result = operation();
+    unflushed_.store(true, std::memory_order_relaxed);
+    return result;
+  } catch (const Error&) {
+    at_.counters->add(Count::Errors);
+    throw;
+  }
+}
+
+std::shared_ptr<Work> ShmTarget::write(const void* source, std::uint64_t nbytes, std::uint64_t offset,
+                                       const std::optional<Signal>& signal, const How& how) {
+  return counted([&] {
+    check("put", Access::Write, offset, nbytes);
+    if (signal) check_signal("put", at_.peer->name(), signal->index, at_.control.signals());
+    if (how.async) {
+      return run_later(how, [=](ShmTarget& target, Checkpoint& between) {
+        target.write_now(source, nbytes, offset, signal, between);
+      });
+    }
+    Between between("put", *this, how.deadline);
+    between.check_deadline();
+    if (signal) settle_before_signal(how);
+    write_now(source, nbytes, offset, signal, between);
+    return Work::completed();
+  });
+}
+
+std::shared_ptr<Work> ShmTarget::read(void* destination, std::uint64_t nbytes, std::uint64_t offset, const How& how) {
+  return counted([&] {
+    check("get", Access::Read, offset, nbytes);
+    if (how.async) {
+      return run_later(how, [=](ShmTarget& target, Checkpoint& between) {
+        target.read_now(destination, nbytes, offset, between);
+      });
+    }
+    Between between("get", *this, how.deadline);
+    between.check_deadline();
+    read_now(destination, nbytes, offset, between);
+    return Work::completed();
+  });
+}
+
+std::shared_ptr<Work> ShmTarget::signal(const Signal& signal, const How& how) {
+  return counted([&] {
+    check_not_forked(at_.made_in, "this window");
+    check_signal("signal", at_.peer->name(), signal.index, at_.control.signals());
+    if (how.async) {
+      return run_later(how, [=](ShmTarget& target, Checkpoint&) {
+        UnderWay under_way(target, "signal");
+        target.signal_now(signal);
+      });
+    }
+    settle_before_signal(how);
+    UnderWay under_way(*this, "signal");
+    signal_now(signal);
+    return Work::completed();
+  });
+}
+
+void ShmTarget::write_now(const void* source, std::uint64_t nbytes, std::uint64_t offset,
+                          const std::optional<Signal>& signal, Checkpoint& between) {
+  UnderWay under_way(*this, "put");
+  if (at_.mapped != nullptr) {
+    copy_memory(at_.mapped + offset, source, nbytes, &between);
+  } else {
+    cross_copy("put", true, const_cast<char*>(static_cast<const char*>(source)), nbytes, offset, between);
+  }
+  Counters& counters = *at_.counters;
+  counters.add(Count::Puts);
+  counters.add(Count::BytesPut, nbytes);
+  counters.add(Count::Copies);
+  if (signal) signal_now(*signal);
+}
+
+void ShmTarget::read_now(void* destination, std::uint64_t nbytes, std::uint64_t offset, Checkpoint& between) {
+  UnderWay under_way(*this, "get");
+  // What the owner wrote before the signal that led here is seen: the wait for that signal was an acquire.
+  if (at_.mapped != nullptr) {
+    copy_memory(destination, at_.mapped + offset, nbytes, &between);
+  } else {
+    cross_copy("get", false, static_cast<char*>(destination), nbytes, offset, between);
+  }
+  at_.counters->add(Count::Gets);
+  at_.counters->add(Count::BytesGot, nbytes);
+  at_.counters->add(Count::Copies);
+}
+
+void ShmTarget::signal_now(const Signal& signal) {
+  at_.control.signal(signal.index).fetch_add(signal.add, std::memory_order_seq_cst);
+  at_.control.event().notify();
+  at_.counters->add(Count::Signals);
+}
+
+// Strong signals: what was issued asynchronously before must be visible first. If some of it failed and nobody has been
+// told, this throws and the signal is not sent.
+void ShmTarget::settle_before_signal(const How& how) {
+  if (!strand_->idle()) strand_->drain(how.deadline);
+}
+
+void ShmTarget::cross_copy(const char* operation, bool writing, char* local, std::uint64_t nbytes, std::uint64_t offset,
+                           Checkpoint& between) {
+  std::uint64_t address = at_.cross.address + offset;
+  while (nbytes > 0) {
+    between.pass();
+    // There is no form of these calls that takes a pidfd. Looking at it first leaves the moment between two system calls
+    // for the process to end, be reaped, and its number to go round once: pids are handed out in order, so it cannot.
+    if (process_ended(at_.cross.pidfd)) {
+      fail(ErrorKind::ConnectionLost, operation, ": the process of ", at_.peer->name(), " has ended");
+    }
+    const std::size_t piece = std::min<std::uint64_t>(nbytes, kPiece);
+    iovec here{local, piece};
+    iovec there{reinterpret_cast<void*>(address), piece};
+    const ssize_t moved = writing ? ::process_vm_writev(at_.cross.pid, &here, 1, &there, 1, 0)
+                                  : ::process_vm_readv(at_.cross.pid, &here, 1, &there, 1, 0);
+    if (moved > 0) {
+      local += moved, address += moved, nbytes -= moved;
+      continue;
+    }
+    switch (moved == 0 ? ESRCH : errno) {
+      case EINTR: continue;
+      case ESRCH: fail(ErrorKind::ConnectionLost, operation, ": the process of ", at_.peer->name(), " has ended");
+      case EPERM: fail(ErrorKind::Unsupported, operation, " to ", at_.peer->name(), ": ", why_not_permitted(EPERM));
+      default:
+        fail_errno(ErrorKind::RemoteAccess, errno, operation, " to ", at_.peer->name(),
+                   ": its memory (or the buffer here) is not mapped, or not writable");
+    }
+  }
+}
+
+std::uint64_t* ShmTarget::atomic_word(const char* operation, std::uint64_t offset) const {
+  check(operation, Access::ReadWrite, offset, sizeof(std::uint64_t));
+  if (!at_.shareable) {
+    fail(ErrorKind::Unsupported, operation, ": the memory of ", at_.peer->name(),
+         " is private and cannot be reached by atomics; use memory from Window.allocate or transport.allocate");
+  }
+  char* word = at_.mapped + offset;
+  if (reinterpret_cast<std::uintptr_t>(word) % alignof(std::uint64_t) != 0) {
+    fail(ErrorKind::Bounds, operation, ": offset ", offset, " is not aligned to 8 bytes");
+  }
+  return reinterpret_cast<std::uint64_t*>(word);
+}
+
+std::uint64_t ShmTarget::fetch_add(std::uint64_t offset, std::uint64_t add) {
+  return counted([&] {
+    std::uint64_t* word = atomic_word("fetch_add", offset);
+    UnderWay under_way(*this, "fetch_add");
+    at_.counters->add(Count::Atomics);
+    return word_at(word).fetch_add(add, std::memory_order_seq_cst);
+  });
+}
+
+std::uint64_t ShmTarget::compare_swap(std::uint64_t offset, std::uint64_t expected, std::uint64_t desired) {
+  return counted([&] {
+    std::uint64_t* word = atomic_word("compare_swap", offset);
+    UnderWay under_way(*this, "compare_swap");
+    at_.counters->add(Count::Atomics);
+    std::uint64_t seen = expected;
+    word_at(word).compare_exchange_strong(seen, desired, std::memory_order_seq_cst);
+    return seen;
+  });
+}
+
+void ShmTarget::flush(const Deadline& deadline) {
+  check_not_forked(at_.made_in, "this window");
+  if (!strand_->idle()) strand_->drain(deadline);
+  if (closed_.load(std::memory_order_relaxed)) fail(ErrorKind::StaleHandle, "flush: this window is closed");
+  if (at_.peer->lost()) at_.peer->fail_lost("flush");
+  unflushed_.store(false, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  at_.counters->add(Count::Flushes);
+}
+
+// ---- Asynchronous operations ----------------------------------------------------------------------------------------
+
+std::shared_ptr<Work> ShmTarget::run_later(const How& how, std::function<void(ShmTarget&, Checkpoint&)> operation) {
+  if (closed_.load()) fail(ErrorKind::StaleHandle, "this window is closed");
+  if (at_.peer->lost()) at_.peer->fail_lost("put or get");
+  auto self = std::static_pointer_cast<ShmTarget>(shared_from_this());
+  return strand_->submit(
+      [self = std::move(self), keep = how.keep, operation = std::move(operation)](Checkpoint& cancel) {
+        struct Both final : Checkpoint {
+          Checkpoint& cancel;
+          const ShmTarget& target;
+          Both(Checkpoint& cancelled, const ShmTarget& of) : cancel(cancelled), target(of) {}
+          void pass() override {
+            cancel.pass();
+            UnderWay::look(target, "put or get");
+          }
+        } between(cancel, *self);
+        operation(*self, between);
+      },
+      how.deadline);
+}
+
+void ShmTarget::close() {
+  if (closed_.load()) return;
+  if (at_.made_in != fork_generation()) {  // the strand's thread and the peer's answers belong to the parent
+    closed_.store(true);
+    return;
+  }
+  strand_->close(Deadline::after(5));
+  if (closed_.exchange(true)) return;
+  if (at_.detach) at_.detach();
+}
+
+Description ShmTarget::describe() const {
+  const char* how = !at_.shareable          ? "cross-memory attach: one copy by the kernel, no atomics"
+                    : at_.mapped == nullptr ? "unmapped"
+                                            : "mapped: one copy by the calling thread";
+  return {
+      {"peer", at_.peer->name()},
+      {"kind", "shm"},
+      {"path", how},
+      {"nbytes", std::to_string(at_.nbytes)},
+      {"access", name_of(at_.access)},
+      {"state", at_.peer->lost() ? "lost: " + at_.peer->reason() : closed_.load() ? "closed" : "open"},
+  };
+}
+
+}  // namespace onesided::shm

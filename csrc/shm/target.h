@@ -1,0 +1,82 @@
+// A memory of another process on this host (or of this one), as operations reach it.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "shm/segment.h"
+#include "core/transport.h"
+
+namespace onesided::shm {
+
+// Access to a private memory of another process through the kernel (process_vm_readv and process_vm_writev).
+struct CrossMemory {
+  pid_t pid = 0;
+  int pidfd = -1;  // not owned; tells a recycled pid from the process meant
+  std::uint64_t address = 0;
+};
+
+// Why cross-memory attach to `pid` does not work; empty if it does: `expected` was read at `probe_address`.
+std::string probe_cross_memory(pid_t pid, std::uint64_t probe_address, const Token& expected);
+
+class ShmTarget final : public Target {
+ public:
+  struct Parts {
+    std::shared_ptr<PeerState> peer;
+    std::shared_ptr<Counters> counters;
+    std::uint32_t made_in = 0;  // fork generation
+    Access access{};
+    std::uint64_t nbytes = 0;
+    char* mapped = nullptr;  // where the bytes are in this process; null if they are reached through `cross`
+    CrossMemory cross;
+    bool shareable = true;  // the bytes lie in shared memory, so that atomics work from everywhere
+    Control control;
+    std::uint32_t slot = 0;
+    std::vector<std::shared_ptr<void>> keep;  // the mappings, the connection
+    std::function<void()> detach;             // gives the slot back
+  };
+
+  explicit ShmTarget(Parts parts) : at_(std::move(parts)), strand_(std::make_shared<Strand>()) {}
+  ~ShmTarget() override;
+
+  std::shared_ptr<Work> write(const void* source, std::uint64_t nbytes, std::uint64_t offset,
+                              const std::optional<Signal>& signal, const How& how) override;
+  std::shared_ptr<Work> read(void* destination, std::uint64_t nbytes, std::uint64_t offset, const How& how) override;
+  std::shared_ptr<Work> signal(const Signal& signal, const How& how) override;
+  std::uint64_t fetch_add(std::uint64_t offset, std::uint64_t add) override;
+  std::uint64_t compare_swap(std::uint64_t offset, std::uint64_t expected, std::uint64_t desired) override;
+  void flush(const Deadline& deadline) override;
+  void close() override;
+
+  bool busy() const override { return !strand_->idle(); }
+  bool unflushed() const override { return unflushed_.load(std::memory_order_relaxed); }
+  std::uint64_t nbytes() const override { return at_.nbytes; }
+  const PeerState& peer() const override { return *at_.peer; }
+  Counters& counters() const override { return *at_.counters; }
+  Description describe() const override;
+
+ private:
+  class UnderWay;
+  class Between;
+
+  template <class Operation>
+  auto counted(Operation&& operation);
+  void check(const char* operation, Access wanted, std::uint64_t offset, std::uint64_t nbytes) const;
+  void write_now(const void* source, std::uint64_t nbytes, std::uint64_t offset, const std::optional<Signal>& signal,
+                 Checkpoint& between);
+  void read_now(void* destination, std::uint64_t nbytes, std::uint64_t offset, Checkpoint& between);
+  void signal_now(const Signal& signal);
+  void cross_copy(const char* operation, bool writing, char* local, std::uint64_t nbytes, std::uint64_t offset,
+                  Checkpoint& between);
+  std::uint64_t* atomic_word(const char* operation, std::uint64_t offset) const;
+  void settle_before_signal(const How& how);
+  std::shared_ptr<Work> run_later(const How& how, std::function<void(ShmTarget&, Checkpoint&)> operation);
+
+  const Parts at_;
+  const std::shared_ptr<Strand> strand_;
+  std::atomic<bool> closed_{false};
+  std::atomic<bool> unflushed_{false};
+};
+
+}  // namespace onesided::shm

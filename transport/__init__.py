@@ -1,0 +1,30 @@
+"""Transports: how bytes get from one process into the memory of another.
+
+A transport registers memory, hands out handles to it, and connects to peers; from then on operations need no code at the
+target. `onesided.windows` puts ranks, names and collective creation on top, and is what most programs want.
+
+    transport = ShmTransport()
+    memory = transport.allocate(1 << 20, signals=1)         # or register_memory(tensor)
+    send_to_peer(transport.bind(), memory.handle())         # by any means: onesided.rpc, a file, a pipe
+
+    connection = transport.connect(endpoint_of_peer)        # at the peer
+    remote = RemoteMemory.from_bytes(handle_of_peer)
+    connection.write(tensor, remote, signal=0)
+"""
+
+from .._core import Connection, Memory, RemoteMemory, Target, View, Work
+from .choose import open_transport
+from .contract import Transport
+from .shm import ShmTransport
+
+__all__ = [
+    "Connection",
+    "Memory",
+    "RemoteMemory",
+    "ShmTransport",
+    "Target",
+    "Transport",
+    "View",
+    "Work",
+    "open_transport",
+]

@@ -1,0 +1,5 @@
+"""Windows: one memory on every rank of a group, written, read and signalled by all of them without code at the target."""
+
+from .window import Window
+
+__all__ = ["Window"]

@@ -1,0 +1,104 @@
+"""Transports and connections that windows share: one of each per group and kind, not one per window."""
+
+import json
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TypeVar
+
+from ..errors import ConnectionLost, OnesidedError
+from ..transport import Connection, Transport, open_transport
+from .exchange import Exchange
+
+__all__ = ["Fabric", "agree", "fabric_of", "shared_transport"]
+
+T = TypeVar("T")
+
+
+def agree(group: Exchange, step: str, work: Callable[[], dict[str, str]], timeout_s: float | None) -> list[dict[str, str]]:
+    """Runs `work` on every rank and gives each rank everybody's results, in rank order.
+
+    If it fails anywhere it fails everywhere: here with its own error, elsewhere with OnesidedError that names the rank and
+    tells its error. So no rank goes on with half a window.
+    """
+    failure: Exception | None = None
+    try:
+        said = {"step": step, **work()}
+    except Exception as error:
+        failure = error
+        said = {"step": step, "error": f"{type(error).__name__}: {error}"}
+    answers = [json.loads(answer) for answer in group.all_gather(json.dumps(said).encode(), timeout_s=timeout_s)]
+    if failure is not None:
+        raise failure
+    for rank, answer in enumerate(answers):
+        if answer["step"] != step:
+            raise OnesidedError(
+                f"the ranks of group {group.name!r} are at different steps: rank {rank} at {answer['step']!r}, "
+                f"rank {group.rank} at {step!r}; every rank must create the same windows in the same order"
+            )
+        if "error" in answer:
+            raise OnesidedError(f"{step}: rank {rank} of group {group.name!r} failed: {answer['error']}")
+    return answers
+
+
+class Fabric:
+    """The transport of one rank, and its connections to the other ranks of one group. Made collectively."""
+
+    def __init__(self, group: Exchange, kind: str, timeout_s: float | None) -> None:
+        self.rank, self.size, self.kind = group.rank, group.size, kind
+        self._windows = 0
+        others = [rank for rank in range(group.size) if rank != group.rank]
+
+        def offer() -> dict[str, str]:
+            self.transport: Transport = open_transport(kind)
+            return {str(rank): self.transport.bind().hex() for rank in others}
+
+        self.connections: dict[int, Connection] = {}
+        try:
+            offers = agree(group, f"connect over {kind}", offer, timeout_s)
+            for rank in others:
+                endpoint = bytes.fromhex(offers[rank][str(group.rank)])
+                name = f"rank {rank} of group {group.name!r}"
+                self.connections[rank] = self.transport.connect(endpoint, name=name, timeout_s=timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def next_window(self) -> int:
+        """Numbers windows; the same on every rank, as windows are created in the same order."""
+        self._windows += 1
+        return self._windows
+
+    def close(self) -> None:
+        if hasattr(self, "transport"):
+            self.transport.close()
+
+
+_lock = threading.Lock()
+_fabrics: "weakref.WeakKeyDictionary[Exchange, dict[str, Fabric]]" = weakref.WeakKeyDictionary()
+_shared: dict[tuple[int, str], Transport] = {}
+
+
+def fabric_of(group: Exchange, kind: str, timeout_s: float | None) -> Fabric:
+    """The fabric of this rank of `group`; made, collectively, the first time. Closed with the group."""
+    with _lock:
+        fabric = _fabrics.get(group, {}).get(kind)
+    if fabric is not None and fabric.transport.closed:
+        raise ConnectionLost(f"group {group.name!r} was closed")
+    if fabric is None:
+        fabric = Fabric(group, kind, timeout_s)
+        with _lock:
+            _fabrics.setdefault(group, {})[kind] = fabric
+        group.add_close_callback(fabric.close)
+    return fabric
+
+
+def shared_transport(kind: str) -> Transport:
+    """The transport of this process for windows outside of groups. Lives until the process ends."""
+    with _lock:
+        key = (os.getpid(), kind)
+        transport = _shared.get(key)
+        if transport is None or transport.closed:
+            transport = _shared[key] = open_transport(kind)
+        return transport

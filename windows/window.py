@@ -1,0 +1,364 @@
+"""The window: one memory on every rank, and how ranks come by it."""
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from .. import _core
+from ..errors import HandleError, OnesidedError, StaleHandle, Unsupported
+from ..transport import Connection, Memory, RemoteMemory, Target, Transport
+from .exchange import Catalog, Exchange
+from .fabric import agree, fabric_of, shared_transport
+from .layout import Layout, layout_of
+
+__all__ = ["Window"]
+
+log = logging.getLogger("onesided.windows")
+log.addHandler(logging.NullHandler())
+
+DEFAULT_SIGNALS = 64
+EXPOSED_PEERS = 1024  # how many processes can attach to one exposed window at once
+RECORD_VERSION = 1
+
+W = TypeVar("W", bound="Window")
+
+
+class Window(_core.Window):
+    """One memory on every rank of a group. Any rank writes, reads and signals any rank's, without code running there.
+
+    Made by `allocate` or `create` (collective: every rank of the group calls it, in the same order as all others), or by
+    `expose` and `attach` (through a directory: members come and go). All methods but those four may be called at any time
+    from any thread, and none of them waits for another rank, but for wait_signal.
+
+    Memory model: puts and gets to one peer are unordered with each other until `flush(peer)` or a signal. Signals are
+    strong: when a waiter sees the count, every earlier put from that origin to that rank on this window is visible, of
+    any size, zero included. Atomics are atomic against each other. Nothing is promised about the order in which the bytes
+    of one put arrive, or about two puts to the same bytes without a signal between them.
+
+    On the ranks of a group, `peer` is a rank. On an attached window it is 0, the owner.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layout: Layout,
+        memory: Memory | None,
+        targets: list[Target],
+        rank: int | None,
+        transport: Transport,
+        why: str,
+        *,
+        tensor: object = None,
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(name, memory, targets, rank)
+        self._layout = layout
+        self._memory = memory
+        self._targets: list[Target] | None = targets
+        self._transport = transport
+        self._why = why
+        self._tensor = tensor
+        self._on_close = on_close
+
+    # ---- Making windows ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def allocate(
+        cls: type[W],
+        group: Exchange,
+        nbytes: int | None = None,
+        *,
+        shape: object = None,
+        dtype: object = None,
+        device: object = "cpu",
+        access: str = "rw",
+        signals: int = DEFAULT_SIGNALS,
+        transport: str = "auto",
+        timeout_s: float | None = 60.0,
+    ) -> W:
+        """A window over new memory on every rank, zeroed. Collective.
+
+        The size is `nbytes`, or `shape` of `dtype` (torch's, numpy's, or a name); it may differ from rank to rank and be
+        zero. `access` is what the others may do here: "r", "w" or "rw". `signals`: how many counters each rank has.
+
+        Raises RegistrationError if the memory cannot be had, DeadlineExceeded if a rank does not come, OnesidedError if
+        it failed on another rank; then no rank has a window.
+        """
+        layout = layout_of(nbytes, shape, dtype)
+        check_device(device)
+        slots = group.size + 1
+        return cls._collect(
+            group,
+            layout,
+            lambda made_by: made_by.allocate(layout.nbytes, access, signals=signals, max_peers=slots),
+            transport,
+            timeout_s,
+        )
+
+    @classmethod
+    def create(
+        cls: type[W],
+        group: Exchange,
+        tensor: object,
+        *,
+        access: str = "rw",
+        signals: int = DEFAULT_SIGNALS,
+        transport: str = "auto",
+        timeout_s: float | None = 60.0,
+    ) -> W:
+        """A window over a tensor, array or buffer that each rank has. Collective. Nothing is copied.
+
+        A tensor over allocated memory (of another window, or of transport.allocate) is shared as it is. Any other stays
+        where it is and is reached through the kernel, where the system permits one process to reach into another: it
+        raises Unsupported, telling why, where not. Atomics need allocated memory. The tensor is kept alive until the
+        window is closed; it must not be resized.
+
+        Raises LayoutError for a strided or read-only one. Otherwise as allocate().
+        """
+        slots = group.size + 1
+        return cls._collect(
+            group,
+            layout_like(tensor),
+            lambda made_by: made_by.register_memory(tensor, access, signals=signals, max_peers=slots),
+            transport,
+            timeout_s,
+            tensor=tensor,
+        )
+
+    @classmethod
+    def expose(
+        cls: type[W],
+        directory: Catalog,
+        name: str,
+        tensor: object = None,
+        *,
+        nbytes: int | None = None,
+        shape: object = None,
+        dtype: object = None,
+        access: str = "rw",
+        lease_s: float | None = None,
+        signals: int = DEFAULT_SIGNALS,
+        transport: str = "auto",
+        max_peers: int = EXPOSED_PEERS,
+    ) -> W:
+        """A window of this process alone, published under `name` for whoever attaches. Not collective.
+
+        Over `tensor`, as in create(), or over new memory, as in allocate(). This process is its rank 0. The name
+        disappears when the window is closed, or when this process ends and its lease is over.
+        """
+        if tensor is not None and not (nbytes is shape is dtype is None):
+            raise TypeError("give either a tensor or the size of new memory, not both")
+        layout = layout_of(nbytes, shape, dtype) if tensor is None else layout_like(tensor)
+        made_by = shared_transport(transport)
+        memory = (
+            made_by.allocate(layout.nbytes, access, signals=signals, max_peers=max_peers)
+            if tensor is None
+            else made_by.register_memory(tensor, access, signals=signals, max_peers=max_peers)
+        )
+        try:
+            record = {
+                "version": RECORD_VERSION,
+                "kind": made_by.kind,
+                "endpoint": made_by.bind(shared=True).hex(),
+                "handle": memory.handle().hex(),
+                "shape": layout.shape,
+                "dtype": layout.dtype,
+            }
+            directory.publish(name, json.dumps(record).encode(), lease_s=lease_s)
+        except BaseException:
+            memory.close()
+            raise
+        log.info("window %r exposed: %d bytes over %s", name, layout.nbytes, made_by.kind)
+        why = f"exposed over {made_by.kind}"
+        targets = [made_by.loop_back(memory, f"the owner of window {name!r}")]
+        withdraw = lambda: directory.withdraw(name)  # noqa: E731
+        return cls(name, layout, memory, targets, 0, made_by, why, tensor=tensor, on_close=withdraw)
+
+    @classmethod
+    def attach(cls: type[W], directory: Catalog, name: str, *, timeout_s: float = 10.0) -> W:
+        """Opens a window that another process has exposed. Not collective.
+
+        Waits up to `timeout_s` for the name to appear and for its owner to answer. The window has one rank, 0: its owner.
+        It has no memory and no signals here. Raises DeadlineExceeded if the name does not appear, ConnectionLost if its
+        owner has died, StaleHandle if it was closed, HandleError if the entry is no window.
+        """
+        record = read_record(name, directory.lookup(name, timeout_s=timeout_s).value)
+        made_by = shared_transport(record["kind"])
+        owner = f"the owner of window {name!r}"
+        connection = made_by.connect(bytes.fromhex(record["endpoint"]), name=owner, timeout_s=timeout_s)
+        try:
+            remote = RemoteMemory.from_bytes(bytes.fromhex(record["handle"]))
+            target = connection.attach(remote, timeout_s)
+        except BaseException:
+            connection.close()
+            raise
+        layout = Layout(tuple(record["shape"]), record["dtype"], 1)
+        why = f"its owner exposed it over {record['kind']}"
+        return cls(name, layout, None, [target], None, made_by, why, on_close=connection.close)
+
+    @classmethod
+    def _collect(
+        cls: type[W],
+        group: Exchange,
+        layout: Layout,
+        make: Callable[[Transport], Memory],
+        kind: str,
+        timeout_s: float | None,
+        tensor: object = None,
+    ) -> W:
+        fabric = fabric_of(group, kind, timeout_s)
+        name = f"{group.name}/{fabric.next_window()}"
+        memory: Memory | None = None
+        targets: list[Target] = []
+
+        def register() -> dict[str, str]:
+            nonlocal memory
+            memory = make(fabric.transport)
+            return {"handle": memory.handle().hex()}
+
+        try:
+            handles = agree(group, f"create window {name!r}", register, timeout_s)
+            assert memory is not None
+
+            def attach_all() -> dict[str, str]:
+                for rank in range(group.size):
+                    remote = RemoteMemory.from_bytes(bytes.fromhex(handles[rank]["handle"]))
+                    targets.append(open_target(fabric.transport, fabric.connections.get(rank), memory, remote, timeout_s))
+                return {}
+
+            agree(group, f"open window {name!r}", attach_all, timeout_s)
+        except BaseException:
+            targets.clear()
+            if memory is not None:
+                memory.close()
+            raise
+        why = f"asked for {kind!r}: all {group.size} ranks are on one host" if kind == "auto" else f"asked for {kind!r}"
+        log.info("window %r: %d bytes here, %d ranks, over %s", name, layout.nbytes, group.size, fabric.transport.kind)
+        return cls(name, layout, memory, targets, group.rank, fabric.transport, why, tensor=tensor)
+
+    # ---- This rank's memory -----------------------------------------------------------------------------------------
+
+    @property
+    def memory(self) -> Memory:
+        """This rank's memory, as a buffer and for views of it. Unsupported on an attached window."""
+        if self.closed:
+            raise StaleHandle(f"window {self.name!r} is closed")
+        if self._memory is None:
+            raise Unsupported(f"window {self.name!r} is attached: its memory is its owner's; use get()")
+        return self._memory
+
+    @property
+    def nbytes(self) -> int:
+        """Size of this rank's memory in bytes; on an attached window, of its owner's."""
+        return int(self.memory.nbytes) if self._memory is not None else self._layout.nbytes
+
+    @property
+    def array(self) -> Any:
+        """A numpy array over this rank's memory, in the window's shape and type. Never a copy; valid after close()."""
+        return self._layout.array(self.memory)
+
+    @property
+    def tensor(self) -> Any:
+        """A torch tensor over this rank's memory, in the window's shape and type. Never a copy; valid after close().
+
+        For a window made over a tensor, that tensor. Needs torch: without it, use `array`.
+        """
+        memory = self.memory
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(self._tensor, torch.Tensor):
+            return self._tensor
+        return self._layout.tensor(memory)
+
+    # ---- The end, and what there is to see ------------------------------------------------------------------------------
+
+    def close(self, timeout_s: float | None = 5.0) -> None:
+        """Ends access to this rank's memory; not collective. When it returns, no peer writes or reads it any more.
+
+        Asynchronous operations from here end first. Later operations of others on it fail with StaleHandle; their other
+        windows and peers are untouched. DeadlineExceeded if a peer's process was stopped in the middle of an operation:
+        the memory then stays registered, close it again. Closing twice is legal.
+        """
+        if self._targets is None:
+            return
+        on_close, self._on_close = self._on_close, None
+        try:
+            if on_close is not None and self._memory is not None:
+                on_close()  # takes the name away before the memory
+                on_close = None
+        except OnesidedError as error:
+            log.warning("closing window %r: its name could not be withdrawn: %s", self.name, error)
+        self._close(timeout_s)
+        self._targets = self._memory = self._tensor = None
+        if on_close is not None:
+            on_close()
+
+    def __enter__(self: W) -> W:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def describe(self) -> dict[str, Any]:
+        """What was chosen and why: the transport, the path to every peer, and how this machine copies."""
+        if self._targets is None:
+            return {"name": self.name, "state": "closed"}
+        return {
+            "name": self.name,
+            "state": "open",
+            "rank": self.rank,
+            "size": self.size,
+            "nbytes": self.nbytes,
+            "shape": self._layout.shape,
+            "dtype": self._layout.dtype,
+            "transport": self._transport.kind,
+            "why": self._why,
+            "memory": None if self._memory is None else self._memory.describe(),
+            "peers": [target.describe() for target in self._targets],
+            "copying": _core.copy_measurements(),
+        }
+
+    def __repr__(self) -> str:
+        if self._targets is None:
+            return f"<Window {self.name!r}, closed>"
+        return f"<Window {self.name!r}: {self.nbytes} bytes, rank {self.rank} of {self.size}, over {self._transport.kind}>"
+
+
+def open_target(
+    transport: Transport, connection: Connection | None, memory: Memory | None, remote: RemoteMemory, timeout_s: float | None
+) -> Target:
+    """One rank's memory: through its connection, or this rank's own."""
+    if connection is not None:
+        return connection.attach(remote, timeout_s)
+    assert memory is not None
+    return transport.loop_back(memory)
+
+
+def check_device(device: object) -> None:
+    kind = str(getattr(device, "type", device)).split(":")[0]
+    if kind != "cpu":
+        raise Unsupported(f"windows in memory of device {str(device)!r} are not there yet: use device='cpu'")
+
+
+def layout_like(tensor: object) -> Layout:
+    """The layout of an existing tensor or array; plain bytes for other buffers. What it may be is checked on registration."""
+    shape, dtype = getattr(tensor, "shape", None), getattr(tensor, "dtype", None)
+    if shape is not None and dtype is not None:
+        return layout_of(None, tuple(shape), dtype)
+    try:
+        return layout_of(memoryview(tensor).nbytes, None, None)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"a window is made over a tensor, an array or a buffer, not {type(tensor).__name__}") from None
+
+
+def read_record(name: str, value: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(value)
+        if record["version"] != RECORD_VERSION:
+            raise HandleError(f"window {name!r} was exposed by version {record['version']} of the record format")
+        return {key: record[key] for key in ("kind", "endpoint", "handle", "shape", "dtype")}
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, HandleError):
+            raise
+        raise HandleError(f"the entry {name!r} of the directory is not a window: {error}") from None
