@@ -31,7 +31,16 @@ struct ControlHeader {
 // the owner first closes, then waits until nobody counts (Dekker, so both are sequentially consistent). A slot belongs to
 // one connection at a time, and is cleared by the owner when that connection ends.
 struct alignas(64) Slot {
-  std::atomic<std::uint32_t> under_way;
+  std::atomic<std::uint32_t> by_owner_thread;  // see OwnedBy
+  std::atomic<std::uint32_t> by_others;
+
+  bool busy() const {
+    return by_owner_thread.load(std::memory_order_seq_cst) != 0 || by_others.load(std::memory_order_seq_cst) != 0;
+  }
+  void clear() {
+    by_owner_thread.store(0, std::memory_order_seq_cst);
+    by_others.store(0, std::memory_order_seq_cst);
+  }
 };
 
 // Where each part lies, and the memory itself once it is mapped. Does not own the mapping.

@@ -56,14 +56,21 @@ static_assert(sizeof(Event) == 8, "Event is part of the layout of shared memory"
 template <class Ready>
 bool Event::await(Ready&& ready, const Deadline& deadline, std::chrono::nanoseconds spin) {
   if (ready()) return true;
-  if (spin = deadline.left(useful_spin(spin)); spin.count() > 0) {
-    const auto until = Deadline::Clock::now() + spin;
-    auto look_up = Deadline::Clock::now() + kNap;
-    for (auto now = look_up - kNap; now < until; now = Deadline::Clock::now()) {
-      for (int round = 0; round < 16; ++round) {
+  if (spin = useful_spin(spin); spin.count() > 0) {
+    // The clock is read after the first microsecond or so: until then it would only delay the answer.
+    const auto rounds = [&] {
+      for (int round = 0; round < 32; ++round) {
         if (ready()) return true;
         pause_cpu();
       }
+      return false;
+    };
+    if (rounds()) return true;
+    const auto begin = Deadline::Clock::now();
+    const auto until = begin + deadline.left(spin);
+    auto look_up = begin + kNap;
+    for (auto now = begin; now < until; now = Deadline::Clock::now()) {
+      if (rounds()) return true;
       if (now >= look_up) {
         check_interrupt();
         look_up = now + kNap;

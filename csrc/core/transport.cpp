@@ -38,7 +38,8 @@ std::uint64_t wait_signal(const Memory& memory, Counters& counters, std::uint32_
                           const Deadline& deadline, std::chrono::nanoseconds spin,
                           const std::function<void()>& watch) {
   const Control& control = memory.control();
-  check_signal("wait_signal", "this memory", index, control.signals());
+  static const std::string owner = "this memory";
+  check_signal("wait_signal", owner, index, control.signals());
   counters.add(Count::Waits);
   std::uint64_t value = 0;
   std::uint64_t watched = losses() - 1;

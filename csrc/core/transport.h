@@ -80,7 +80,7 @@ class Memory {
 // One remote memory as reached over one connection: what a put or a get is posted to. Thread-safe.
 //
 // Bounds, permission and alignment are checked before anything is touched. A signal is strong: it is added when all
-// earlier operations through this target are visible at the peer.
+// earlier operations through this target are visible at the peer. An operation that is over when it returns gives no Work.
 class Target : public std::enable_shared_from_this<Target> {
  public:
   virtual ~Target() = default;

@@ -30,7 +30,7 @@ std::uint64_t Window::wait_signal(std::uint32_t index, std::optional<std::uint64
                                   std::chrono::nanoseconds spin) {
   Memory& memory = own_memory("wait_signal");
   if (source) target("wait_signal", *source);
-  check_signal("wait_signal", "window '" + name_ + "'", index, memory.control().signals());
+  check_signal("wait_signal", name_, index, memory.control().signals());
   const auto watch = [&] { check_sources(source); };
   if (at_least) return onesided::wait_signal(memory, *waits_, index, *at_least, deadline, spin, watch);
   // Each such wait takes a number, so that two threads never consume the same signal.
@@ -58,7 +58,7 @@ void Window::check_sources(const std::optional<std::int64_t>& source) const {
 
 std::uint64_t Window::signal_value(std::uint32_t index) const {
   const Control& control = own_memory("signal_value").control();
-  check_signal("signal_value", "window '" + name_ + "'", index, control.signals());
+  check_signal("signal_value", name_, index, control.signals());
   return control.signal(index).load(std::memory_order_seq_cst);
 }
 

@@ -209,20 +209,23 @@ nb::dict to_dict(const Description& description) {
 // ---- Buffer -----------------------------------------------------------------------------------------------------------
 
 Buffer::Buffer(nb::handle object, const char* what, bool writable) : object_(object.ptr()) {
-  if (from_own(object) || from_tensor(object, what)) return;
-  from_protocol(object, what, writable);
-}
-
-Buffer::~Buffer() {
-  if (view_ != nullptr) {
-    PyBuffer_Release(view_);
-    delete view_;
+  if (from_own(object) || from_exchange(object, what)) return;
+  if (PyObject_CheckBuffer(object.ptr())) {
+    from_protocol(object, what, writable);
+  } else if (is_torch_tensor(object)) {
+    from_torch(object, what);
+  } else {
+    throw nb::type_error(text(what, " must be a tensor, an array, a Memory, a View or an object with the buffer protocol, not ", type_of(object)).c_str());
   }
 }
 
+Buffer::~Buffer() {
+  if (has_view_) PyBuffer_Release(&view_);
+}
+
 Keepalive Buffer::keep() {
-  Py_buffer* view = view_;
-  view_ = nullptr;
+  Py_buffer* view = has_view_ ? new Py_buffer(view_) : nullptr;
+  has_view_ = false;
   return python::keep(object_, view);
 }
 
@@ -241,25 +244,27 @@ bool Buffer::from_own(nb::handle object) {
   return true;
 }
 
-bool Buffer::from_tensor(nb::handle object, const char* what) {
-  if (const Describe describe = describe_function(Py_TYPE(object.ptr()))) {
-    nb::dlpack::dltensor tensor{};
-    if (describe(object.ptr(), &tensor) == 0) {
-      const int device = tensor.device.device_type;
-      if (device != nb::device::cpu::value && device != nb::device::cuda_host::value) {
-        refuse_device(what, nb::str(nb::getattr(object, "device", nb::str("unknown"))).c_str());
-      }
-      if (!is_compact(tensor)) refuse_strided(what);
-      std::uint64_t elements = 1;
-      for (int i = 0; i < tensor.ndim; ++i) elements *= static_cast<std::uint64_t>(tensor.shape[i]);
-      data_ = static_cast<char*>(tensor.data) + tensor.byte_offset;
-      nbytes_ = (elements * tensor.dtype.bits * tensor.dtype.lanes + 7) / 8;
-      if (tensor.data == nullptr && nbytes_ != 0) fail(ErrorKind::Layout, what, " has no memory of its own (", type_of(object), ")");
-      return true;
-    }
-    PyErr_Clear();  // a tensor that DLPack does not describe, one on the meta device for instance: the way below says why
+bool Buffer::from_exchange(nb::handle object, const char* what) {
+  const Describe describe = describe_function(Py_TYPE(object.ptr()));
+  if (describe == nullptr) return false;
+  nb::dlpack::dltensor tensor{};
+  if (describe(object.ptr(), &tensor) != 0) {
+    PyErr_Clear();  // a tensor that DLPack does not describe, one on the meta device for instance: the slow way says why
+    return false;
   }
-  if (!is_torch_tensor(object)) return false;
+  const int device = tensor.device.device_type;
+  if (device != nb::device::cpu::value && device != nb::device::cuda_host::value) {
+    refuse_device(what, nb::str(nb::getattr(object, "device", nb::str("unknown"))).c_str());
+  }
+  if (!is_compact(tensor)) refuse_strided(what);
+  std::uint64_t elements = 1;
+  for (int i = 0; i < tensor.ndim; ++i) elements *= static_cast<std::uint64_t>(tensor.shape[i]);
+  set(static_cast<char*>(tensor.data) + tensor.byte_offset, (elements * tensor.dtype.bits * tensor.dtype.lanes + 7) / 8,
+      object, what);
+  return true;
+}
+
+void Buffer::from_torch(nb::handle object, const char* what) {
   const std::string device = nb::cast<std::string>(object.attr("device").attr("type"));
   if (device != "cpu") refuse_device(what, nb::str(object.attr("device")).c_str());
   if (!nb::str(object.attr("layout")).equal(nb::str("torch.strided"))) {
@@ -269,35 +274,37 @@ bool Buffer::from_tensor(nb::handle object, const char* what) {
     fail(ErrorKind::Layout, what, " is a lazy conjugate or negative view, its bytes are not its values; pass x.resolve_conj().resolve_neg()");
   }
   if (!nb::cast<bool>(object.attr("is_contiguous")())) refuse_strided(what);
-  nbytes_ = nb::cast<std::uint64_t>(object.attr("numel")()) * nb::cast<std::uint64_t>(object.attr("element_size")());
-  data_ = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(object.attr("data_ptr")()));
-  if (data_ == nullptr && nbytes_ != 0) fail(ErrorKind::Layout, what, " has no memory of its own (", type_of(object), ")");
-  return true;
+  set(reinterpret_cast<void*>(nb::cast<std::uintptr_t>(object.attr("data_ptr")())),
+      nb::cast<std::uint64_t>(object.attr("numel")()) * nb::cast<std::uint64_t>(object.attr("element_size")()), object, what);
+}
+
+void Buffer::set(void* data, std::uint64_t nbytes, nb::handle object, const char* what) {
+  if (data == nullptr && nbytes != 0) fail(ErrorKind::Layout, what, " has no memory of its own (", type_of(object), ")");
+  data_ = data;
+  nbytes_ = nbytes;
 }
 
 void Buffer::from_protocol(nb::handle object, const char* what, bool writable) {
-  if (!PyObject_CheckBuffer(object.ptr())) {
-    throw nb::type_error(text(what, " must be a tensor, an array, a Memory, a View or an object with the buffer protocol, not ", type_of(object)).c_str());
-  }
-  auto view = std::make_unique<Py_buffer>();
-  if (PyObject_GetBuffer(object.ptr(), view.get(), PyBUF_STRIDES | PyBUF_FORMAT) != 0) {
+  if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_STRIDES | PyBUF_FORMAT) != 0) {
     nb::python_error error;
     fail(ErrorKind::Layout, what, " cannot be read as bytes: ", nb::str(error.value()).c_str());
   }
-  view_ = view.release();
-  const auto refuse = [this](auto&& say) {
-    PyBuffer_Release(view_);
-    delete std::exchange(view_, nullptr);
-    say();
-  };
-  if (!PyBuffer_IsContiguous(view_, 'C')) refuse([&] { refuse_strided(what); });
-  if (view_->format != nullptr && std::strchr(view_->format, 'O') != nullptr) {
-    refuse([&] { fail(ErrorKind::Layout, what, " holds Python objects; their addresses mean nothing elsewhere"); });
+  struct Release {  // an error thrown from a constructor does not come to the destructor
+    Py_buffer* view;
+    ~Release() {
+      if (view != nullptr) PyBuffer_Release(view);
+    }
+  } release{&view_};
+  if (!PyBuffer_IsContiguous(&view_, 'C')) refuse_strided(what);
+  if (view_.format != nullptr && std::strchr(view_.format, 'O') != nullptr) {
+    fail(ErrorKind::Layout, what, " holds Python objects; their addresses mean nothing elsewhere");
   }
-  read_only_ = view_->readonly != 0;
-  if (writable && read_only_) refuse([&] { fail(ErrorKind::Layout, what, " is read-only and would be written"); });
-  data_ = view_->buf;
-  nbytes_ = static_cast<std::uint64_t>(view_->len);
+  read_only_ = view_.readonly != 0;
+  if (writable && read_only_) fail(ErrorKind::Layout, what, " is read-only and would be written");
+  data_ = view_.buf;
+  nbytes_ = static_cast<std::uint64_t>(view_.len);
+  release.view = nullptr;
+  has_view_ = true;
 }
 
 }  // namespace onesided::python

@@ -80,14 +80,17 @@ class Buffer {
 
  private:
   bool from_own(nb::handle object);
-  bool from_tensor(nb::handle object, const char* what);
+  bool from_exchange(nb::handle object, const char* what);
+  void from_torch(nb::handle object, const char* what);
+  void set(void* data, std::uint64_t nbytes, nb::handle object, const char* what);
   void from_protocol(nb::handle object, const char* what, bool writable);
 
   PyObject* const object_;
   void* data_ = nullptr;
   std::uint64_t nbytes_ = 0;
   bool read_only_ = false;
-  Py_buffer* view_ = nullptr;
+  Py_buffer view_;
+  bool has_view_ = false;
 };
 
 // ---- Objects --------------------------------------------------------------------------------------------------------
@@ -106,7 +109,7 @@ struct PyView {
   PyMemory& owner() const { return *nb::inst_ptr<PyMemory>(memory); }
 };
 
-// None for a finished operation would be cheaper, but its callers wait on it.
+// The Python object for an operation; for one that is over (null), always the same finished Work.
 nb::object to_python(const std::shared_ptr<Work>& work);
 
 }  // namespace onesided::python

@@ -47,7 +47,7 @@ Thread-safe. Once lost it stays lost: make a new one.)")
              nb::handle add, bool async_op, nb::handle timeout_s) {
             const Deadline deadline = to_deadline(timeout_s);
             const auto target = self.target(remote, deadline);
-            return put(*target, source, offset_bytes, signal, add, async_op, deadline);
+            return put(target, *target, source, offset_bytes, signal, add, async_op, deadline);
           },
           nb::arg("source"), nb::arg("remote"), nb::arg("offset_bytes") = 0, nb::kw_only(), nb::arg("signal").none() = nb::none(),
           nb::arg("add") = 1, nb::arg("async_op") = false, nb::arg("timeout_s").none() = nb::none(),
@@ -59,7 +59,7 @@ Thread-safe. Once lost it stays lost: make a new one.)")
              nb::handle timeout_s) {
             const Deadline deadline = to_deadline(timeout_s);
             const auto target = self.target(remote, deadline);
-            return get(*target, destination, offset_bytes, async_op, deadline);
+            return get(target, *target, destination, offset_bytes, async_op, deadline);
           },
           nb::arg("destination"), nb::arg("remote"), nb::arg("offset_bytes") = 0, nb::kw_only(), nb::arg("async_op") = false,
           nb::arg("timeout_s").none() = nb::none(),
@@ -70,7 +70,7 @@ Thread-safe. Once lost it stays lost: make a new one.)")
           [](PyConnection& self, RemoteMemory& remote, nb::handle index, nb::handle add, nb::handle timeout_s) {
             const Deadline deadline = to_deadline(timeout_s);
             const auto target = self.target(remote, deadline);
-            return signal(*target, index, add, false, deadline);
+            return signal(target, *target, index, add, false, deadline);
           },
           nb::arg("remote"), nb::arg("index"), nb::arg("add") = 1, nb::kw_only(), nb::arg("timeout_s").none() = nb::none(),
           nb::sig("def signal(self, remote: RemoteMemory, index: int, add: int = 1, *, timeout_s: float | None = None) -> Work"),
@@ -145,7 +145,7 @@ Thread-safe. Once lost it stays lost: make a new one.)")
             return reason.empty() ? std::nullopt : std::optional(reason);
           },
           nb::sig("def unsupported_reason() -> str | None"), "Why it cannot; None if it can.")
-      .def_prop_ro_static("kind", [](nb::handle) { return "shm"; }, nb::sig("def kind(self) -> str"), "'shm'.")
+      .def_prop_ro("kind", [](PyShmTransport&) { return "shm"; }, "'shm'.")
       .def_prop_ro("closed", [](PyShmTransport& self) { return self.core->closed(); }, "True once close() was called.")
       .def(
           "allocate",

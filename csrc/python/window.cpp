@@ -14,7 +14,8 @@ struct PyWindow {
   std::string name;
   std::shared_ptr<Window> core;
 
-  std::shared_ptr<Window> open(const char* operation) const {
+  // An operation that lets go of the GIL copies the pointer first.
+  const std::shared_ptr<Window>& open(const char* operation) const {
     if (core == nullptr || core->closed()) fail(ErrorKind::StaleHandle, operation, ": window '", name, "' is closed");
     return core;
   }
@@ -51,8 +52,8 @@ void register_window(nb::module_& m) {
           "put",
           [](PyWindow& self, nb::handle source, nb::handle peer, nb::handle offset_bytes, nb::handle signal, nb::handle add,
              bool async_op, nb::handle timeout_s) {
-            const auto window = self.open("put");
-            return put(window->target("put", to_rank(peer)), source, offset_bytes, signal, add, async_op, to_deadline(timeout_s));
+            const auto& window = self.open("put");
+            return put(window, window->target("put", to_rank(peer)), source, offset_bytes, signal, add, async_op, to_deadline(timeout_s));
           },
           nb::arg("source"), nb::arg("peer"), nb::arg("offset_bytes") = 0, nb::kw_only(), nb::arg("signal").none() = nb::none(),
           nb::arg("add") = 1, nb::arg("async_op") = false, nb::arg("timeout_s").none() = nb::none(),
@@ -72,8 +73,8 @@ put are undefined, all others are unchanged.)")
       .def(
           "get",
           [](PyWindow& self, nb::handle destination, nb::handle peer, nb::handle offset_bytes, bool async_op, nb::handle timeout_s) {
-            const auto window = self.open("get");
-            return get(window->target("get", to_rank(peer)), destination, offset_bytes, async_op, to_deadline(timeout_s));
+            const auto& window = self.open("get");
+            return get(window, window->target("get", to_rank(peer)), destination, offset_bytes, async_op, to_deadline(timeout_s));
           },
           nb::arg("destination"), nb::arg("peer"), nb::arg("offset_bytes") = 0, nb::kw_only(), nb::arg("async_op") = false,
           nb::arg("timeout_s").none() = nb::none(),
@@ -84,8 +85,8 @@ A get is not ordered against a put of somebody else: wait for a signal that says
       .def(
           "signal",
           [](PyWindow& self, nb::handle peer, nb::handle index, nb::handle add, bool async_op, nb::handle timeout_s) {
-            const auto window = self.open("signal");
-            return signal(window->target("signal", to_rank(peer)), index, add, async_op, to_deadline(timeout_s));
+            const auto& window = self.open("signal");
+            return signal(window, window->target("signal", to_rank(peer)), index, add, async_op, to_deadline(timeout_s));
           },
           nb::arg("peer"), nb::arg("index"), nb::arg("add") = 1, nb::kw_only(), nb::arg("async_op") = false,
           nb::arg("timeout_s").none() = nb::none(),
@@ -132,7 +133,7 @@ DeadlineExceeded, ConnectionLost, StaleHandle if the window is closed meanwhile,
       .def(
           "fetch_add",
           [](PyWindow& self, nb::handle peer, nb::handle offset_bytes, nb::handle add) {
-            const auto window = self.open("fetch_add");
+            const auto& window = self.open("fetch_add");
             return window->target("fetch_add", to_rank(peer)).fetch_add(to_u64(offset_bytes, "offset_bytes"), to_word(add, "add"));
           },
           nb::arg("peer"), nb::arg("offset_bytes"), nb::arg("add"),
@@ -143,7 +144,7 @@ Returns what it held, in [0, 2**64). Unsupported on a window over a private tens
       .def(
           "compare_swap",
           [](PyWindow& self, nb::handle peer, nb::handle offset_bytes, nb::handle expected, nb::handle desired) {
-            const auto window = self.open("compare_swap");
+            const auto& window = self.open("compare_swap");
             return window->target("compare_swap", to_rank(peer))
                 .compare_swap(to_u64(offset_bytes, "offset_bytes"), to_word(expected, "expected"), to_word(desired, "desired"));
           },
@@ -153,18 +154,15 @@ Returns what it held, in [0, 2**64). Unsupported on a window over a private tens
       .def(
           "flush",
           [](PyWindow& self, nb::handle peer, nb::handle timeout_s) {
-            const auto window = self.open("flush");
-            if (peer.is_none()) {
-              const Deadline deadline = to_deadline(timeout_s);
-              Blocking blocking;
-              window->flush_all(deadline);
-              return;
-            }
-            Target& target = window->target("flush", to_rank(peer));
             const Deadline deadline = to_deadline(timeout_s);
-            if (!target.busy()) return target.flush(deadline);
+            if (!peer.is_none()) {
+              Target& target = self.open("flush")->target("flush", to_rank(peer));
+              if (!target.busy()) return target.flush(deadline);
+            }
+            const auto window = self.open("flush");
+            const std::optional<std::int64_t> one = optionally<std::int64_t>(peer, to_rank);
             Blocking blocking;
-            target.flush(deadline);
+            one ? window->target("flush", *one).flush(deadline) : window->flush_all(deadline);
           },
           nb::arg("peer").none() = nb::none(), nb::arg("timeout_s").none() = nb::none(),
           nb::sig("def flush(self, peer: int | None = None, timeout_s: float | None = None) -> None"),

@@ -6,8 +6,8 @@ nb::object python_error_of(const Error& error);
 
 nb::object to_python(const std::shared_ptr<Work>& work) {
   static nb::handle completed;  // made once: most operations are over when they return
-  if (work == Work::completed()) {
-    if (!completed.is_valid()) completed = nb::cast(work).release();
+  if (work == nullptr) {
+    if (!completed.is_valid()) completed = nb::cast(Work::completed()).release();
     return nb::borrow(completed);
   }
   return nb::cast(work);

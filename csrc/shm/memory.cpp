@@ -78,7 +78,7 @@ std::string ShmMemory::stuck_peers() {
   std::string names;
   std::lock_guard lock(hub_->mutex());
   for (std::uint32_t slot = 0; slot < holders_.size(); ++slot) {
-    if (holders_[slot] == kFree || control_.slot(slot).under_way.load(std::memory_order_seq_cst) == 0) continue;
+    if (holders_[slot] == kFree || !control_.slot(slot).busy()) continue;
     names += names.empty() ? "" : ", ";
     names += holders_[slot] == kOwner ? "this process" : hub_->name_of_holder(holders_[slot]);
   }
@@ -89,7 +89,7 @@ std::uint32_t ShmMemory::take_slot(int holder) {
   for (std::uint32_t slot = 0; slot < holders_.size(); ++slot) {
     if (holders_[slot] != kFree) continue;
     holders_[slot] = holder;
-    control_.slot(slot).under_way.store(0, std::memory_order_seq_cst);
+    control_.slot(slot).clear();
     return slot;
   }
   fail(ErrorKind::Unsupported, "this memory was made for ", holders_.size(), " peers and has as many");

@@ -75,6 +75,7 @@ class ShmTarget final : public Target {
 
   const Parts at_;
   const std::shared_ptr<Strand> strand_;
+  OwnedBy owner_;
   std::atomic<bool> closed_{false};
   std::atomic<bool> unflushed_{false};
 };
