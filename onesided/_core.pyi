@@ -372,6 +372,11 @@ class Window:
         the one, so it fails once, and goes on when told to.
         """
 
+    def close(self, timeout_s: float | None = 5.0) -> None:
+        """
+        Ends access to this rank's memory; onesided.windows.Window.close says more.
+        """
+
     @property
     def closed(self) -> bool:
         """True once close() has ended."""

@@ -289,7 +289,7 @@ class Window(_core.Window):
                 on_close = None
         except OnesidedError as error:
             log.warning("closing window %r: its name could not be withdrawn: %s", self.name, error)
-        self._close(timeout_s)
+        super().close(timeout_s)
         self._targets = self._memory = self._tensor = None
         if on_close is not None:
             on_close()

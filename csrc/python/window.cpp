@@ -179,7 +179,7 @@ When the deadline passes, what is left is cancelled and DeadlineExceeded is rais
 After MPI's MPIX_Comm_failure_ack (User Level Failure Mitigation): a wait for anybody cannot know whether the lost rank was
 the one, so it fails once, and goes on when told to.)")
       .def(
-          "_close",
+          "close",
           [](PyWindow& self, nb::handle timeout_s) {
             const Deadline deadline = to_deadline(timeout_s);
             auto window = self.core;
@@ -191,8 +191,8 @@ the one, so it fails once, and goes on when told to.)")
             }
             self.core = nullptr;
           },
-          nb::arg("timeout_s").none() = 5.0, nb::sig("def _close(self, timeout_s: float | None = 5.0) -> None"),
-          "Ends access to this rank's memory; see Window.close.")
+          nb::arg("timeout_s").none() = 5.0, nb::sig("def close(self, timeout_s: float | None = 5.0) -> None"),
+          "Ends access to this rank's memory; onesided.windows.Window.close says more.")
       .def_prop_ro("closed", [](PyWindow& self) { return self.core == nullptr || self.core->closed(); }, "True once close() has ended.")
       .def_prop_ro("name", [](PyWindow& self) { return self.name; }, "The name of the window, the same on all ranks.")
       .def_prop_ro("size", [](PyWindow& self) { return self.open("size")->size(); }, "The number of ranks.")
