@@ -5,7 +5,7 @@ import multiprocessing
 from onesided import Group, Server, Window
 
 
-def reader(address):
+def reader(address: str) -> None:
     with Group.join(address, "hello", 2, rank=1) as group, Window.allocate(group, nbytes=64) as window:
         window.wait_signal(0, source=0)
         print("received:", window.array[:5].tobytes().decode())

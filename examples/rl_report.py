@@ -48,10 +48,11 @@ def summarize(records: Sequence[Record], workers: int, bytes_per_version: int) -
     reported, but it is no difference.
     """
     copies = max((record.copies for record in records), default=0)
-    seconds = median([r.publish_seconds for r in records if r.copies == copies]) if copies else float("nan")
+    if not copies:
+        return Summary(len(records), workers, bytes_per_version, 0.0, 0.0, 0.0, 0.0, verified=False)
+    seconds = median(record.publish_seconds for record in records if record.copies == copies)
     gbps = copies * bytes_per_version / seconds / 1e9
-    limit = median([r.memcpy_seconds for r in records]) if records else float("nan")
-    memcpy_gbps = workers * bytes_per_version / limit / 1e9
+    memcpy_gbps = workers * bytes_per_version / median(record.memcpy_seconds for record in records) / 1e9
     return Summary(
         versions=len(records),
         workers=workers,
@@ -60,7 +61,7 @@ def summarize(records: Sequence[Record], workers: int, bytes_per_version: int) -
         gbps=gbps,
         memcpy_gbps=memcpy_gbps,
         ratio=gbps / memcpy_gbps,
-        verified=bool(records) and all(r.answers == r.equal_vectors == r.equal_digests > 0 for r in records),
+        verified=all(r.answers == r.equal_vectors == r.equal_digests > 0 for r in records),
     )
 
 
@@ -95,10 +96,11 @@ class Report:
     def doing(self, what: str) -> None:
         self.progress.update(self.task, doing=what)
 
-    def lost(self, rank: int, why: str) -> None:
-        self.losses.append(f"worker {rank} {why}")
+    def lost(self, what: str) -> None:
+        """A worker was lost."""
+        self.losses.append(what)
         others = "the others go on" if len(self.losses) < self.workers else "none is left"
-        self.say(f"[yellow]worker {rank} {why}; {others}[/]")
+        self.say(f"[yellow]{what}; {others}[/]")
 
     def add(self, record: Record) -> None:
         """One version is done."""
@@ -110,11 +112,11 @@ class Report:
         )
         self.progress.update(self.task, advance=1)
 
-    def close(self, bytes_per_version: int, tensors: int, json_file: Path | None) -> bool:
+    def close(self, bytes_per_version: int, tensors: int, how: str, json_file: Path | None) -> bool:
         """Prints the closing table, writes the JSON file, and returns whether all is verified."""
         self.progress.stop()
         summary = summarize(self.records, self.workers, bytes_per_version)
-        self.console.print(self.table(summary, tensors))
+        self.console.print(self.table(summary, tensors, how))
         if summary.verified:
             self.say("[green]verified[/]: every answer is the trainer's own, bit for bit")
         else:
@@ -127,7 +129,7 @@ class Report:
         different = [str(r.version) for r in self.records if r.answers != min(r.equal_vectors, r.equal_digests)]
         return f"answers differ at version {', '.join(different)}" if different else "no worker was left to answer"
 
-    def table(self, summary: Summary, tensors: int) -> Table:
+    def table(self, summary: Summary, tensors: int, how: str) -> Table:
         answers, vectors, digests = (
             sum(getattr(record, name) for record in self.records)
             for name in ("answers", "equal_vectors", "equal_digests")
@@ -139,14 +141,14 @@ class Report:
             ("workers", str(summary.workers)),
             ("workers lost", "\n".join(self.losses) or "none"),
             ("publish, median", f"{summary.publish_seconds_median * 1e3:.1f} ms"),
-            ("rate", f"{summary.gbps:.2f} GB/s"),
+            ("rate", f"{summary.gbps:.2f} GB/s, copying {how}"),
             ("limit: memcpy, one thread", f"{summary.memcpy_gbps:.2f} GB/s, measured in this run"),
             ("ratio to the limit", f"{summary.ratio:.2f}"),
             ("embeddings equal", f"{vectors} of {answers}"),
             ("digests equal", f"{digests} of {answers}"),
         ]
         if self.records:
-            rows.append(("loss", f"{self.records[0].loss:.4f} → {self.records[-1].loss:.4f}"))
+            rows.append(("loss, first and last", f"{self.records[0].loss:.4f} → {self.records[-1].loss:.4f}"))
         for row in rows:
             table.add_row(*row)
         return table

@@ -46,8 +46,8 @@ class Publisher:
         self.parts = [(weights[field.name].detach(), field.offset_bytes) for field in fields]
 
     def drop(self, worker: Worker, version: int, error: Exception) -> None:
-        self.fleet.drop(worker, version, error)
-        self.report.lost(worker.rank, worker.lost or "")
+        why = f"no answer in {self.deadline_s:g} s" if isinstance(error, DeadlineExceeded) else str(error)
+        self.report.lost(self.fleet.drop(worker, version, if_alive=why))
 
     def wait_answers(self, version: int) -> None:
         """Waits until every worker has answered `version`; one that has not by the deadline is dropped."""
@@ -114,6 +114,8 @@ def train(options: Namespace, trainer: Trainer, publisher: Publisher, sentences:
     fleet, report = publisher.fleet, publisher.report
     memcpy = Memcpy(nbytes(trainer.weights), fleet.count)
     for version in range(1, options.steps + 1):
+        if not fleet.live:
+            break
         report.doing("training")
         loss = trainer.step()
         limit = memcpy.seconds()  # the workers are asleep, here and while they are written to
@@ -126,8 +128,6 @@ def train(options: Namespace, trainer: Trainer, publisher: Publisher, sentences:
         verdicts = publisher.collect(version, Answer.of(trainer.weights, sentences))
         vectors, digests = (sum(verdict[i] for verdict in verdicts) for i in range(2))
         report.add(Record(version, loss, copies, seconds, limit, len(verdicts), vectors, digests))
-        if not fleet.live:
-            break
 
 
 def run(options: Namespace, fleet: Fleet, report: Report) -> bool:
@@ -159,6 +159,9 @@ def run(options: Namespace, fleet: Fleet, report: Report) -> bool:
         ):
             publisher = Publisher(window, weights, fleet, report, options.deadline)
             publisher.rehearse()
+            pids = ", ".join(str(worker.process.pid) for worker in fleet.workers)
+            report.say(f"Ready. The workers' process ids are {pids}: try `kill -9` or `kill -STOP` on one.")
             train(options, Trainer(weights, tokenizer, read_pairs()), publisher, sentences)
+            how = next(row["method"] for row in reversed(window.describe()["copying"]) if row["chosen"])
             fleet.wait_ended(timeout_s=5)
-    return report.close(nbytes(weights), len(weights), options.json)
+    return report.close(nbytes(weights), len(weights), how, options.json)

@@ -74,8 +74,7 @@ def broadcast(options: argparse.Namespace) -> bool:
         report.doing("importing torch")
         from rl_trainer import run  # here, since it imports torch: the workers do so at the same time
 
-        pids = ", ".join(str(worker.process.pid) for worker in fleet.imported())
-        report.say(f"Ready. The workers' process ids are {pids}: try `kill -9` or `kill -STOP` on one.")
+        fleet.wait_imported()
         return run(options, fleet, report)
 
 

@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,12 @@ def end_of(process: subprocess.Popen[bytes]) -> str:
     if status is None:
         return "still running"
     return f"killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
+
+
+def died_early(worker: Worker) -> SystemExit:
+    """Without all workers there is no group, and nothing to show."""
+    worker.process.wait()
+    return SystemExit(f"worker {worker.rank} {end_of(worker.process)} while it was starting")
 
 
 class Fleet:
@@ -63,38 +68,37 @@ class Fleet:
     def live(self) -> list[Worker]:
         return [worker for worker in self.workers if not worker.lost]
 
-    @property
-    def lost(self) -> list[Worker]:
-        return [worker for worker in self.workers if worker.lost]
-
-    def imported(self) -> Iterator[Worker]:
-        """Yields each worker once it has imported torch and waits for its order."""
+    def wait_imported(self) -> None:
+        """Waits until every worker has imported torch and reads its order."""
         for worker in self.workers:
             if not worker.process.stdout.readline():  # type: ignore[union-attr]
-                worker.process.wait()
-                raise SystemExit(f"worker {worker.rank} {end_of(worker.process)} while it was starting")
-            yield worker
+                raise died_early(worker)
 
     def send(self, order: dict[str, Any]) -> None:
         """Sends every worker its order, with its rank in it."""
         for worker in self.workers:
             line = json.dumps({**order, "rank": worker.rank}).encode()
-            worker.process.stdin.write(line + b"\n")  # type: ignore[union-attr]
-            worker.process.stdin.flush()  # type: ignore[union-attr]
+            try:
+                worker.process.stdin.write(line + b"\n")  # type: ignore[union-attr]
+                worker.process.stdin.flush()  # type: ignore[union-attr]
+            except BrokenPipeError:
+                raise died_early(worker) from None
 
     def kill(self, rank: int) -> None:
         """Kills a worker that is still there, as `kill -9` by hand would."""
         self.workers[rank - 1].process.kill()
 
-    def drop(self, worker: Worker, version: int, error: Exception) -> None:
-        """Goes on without `worker`: it died, or it missed its deadline and is ended here."""
+    def drop(self, worker: Worker, version: int, if_alive: str) -> str:
+        """Goes on without `worker`: it died, or else is ended here, for the reason `if_alive`. Returns what to say."""
         try:
             worker.process.wait(timeout=0.5)
             why = end_of(worker.process)
         except subprocess.TimeoutExpired:
-            why = str(error)
-        worker.process.kill()
-        worker.lost = f"lost at version {version}: {why}"
+            worker.process.kill()
+            why = if_alive
+        when = f"at version {version}" if version else "at the start"
+        worker.lost = f"worker {worker.rank} lost {when}: {why}"
+        return worker.lost
 
     def wait_ended(self, timeout_s: float) -> None:
         """Waits for the workers that have finished their work to leave by themselves."""

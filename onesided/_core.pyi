@@ -412,12 +412,12 @@ def bench_fetch_add(window: Window, peer: int, iterations: int) -> float:
 
 def bench_put_latency(window: Window, peer: int, source: object, iterations: int, first: bool) -> float:
     """
-    Half a round trip of puts, in seconds; both ranks call it, one with `first`.
+    Half a round trip of puts, in seconds; both ranks call it, one with `first`, their memory zeroed.
     """
 
-def bench_signal_latency(window: Window, peer: int, source: object, iterations: int, first: bool) -> float:
+def bench_signal_latency(window: Window, peer: int, source: object, iterations: int, first: bool, already: int) -> float:
     """
-    Half a round trip of puts with a signal that is waited for, in seconds.
+    Half a round trip of puts with signal 0, which stands at `already`, that is waited for; in seconds.
     """
 
 def bench_memcpy(target: object, source: object, iterations: int) -> float:

@@ -16,6 +16,8 @@ double seconds_each(unsigned iterations, Operation&& operation) {
 
 // A side that waits for its peer for longer than this has lost it.
 constexpr double kPatience = 30;
+// The waiter of a ping-pong spins, so that the signal is timed and not the scheduler.
+constexpr std::chrono::seconds kSpinning{1};
 
 }  // namespace
 
@@ -65,12 +67,11 @@ double bench_put_latency(Window& window, unsigned peer, const void* source, std:
 }
 
 double bench_signal_latency(Window& window, unsigned peer, const void* source, std::uint64_t nbytes, unsigned iterations,
-                            bool first) {
+                            bool first, std::uint64_t already) {
   Target& target = window.target("put", peer);
-  const std::uint64_t already = window.signal_value(0);
   return seconds_each(iterations, [&](unsigned round) {
            if (first) target.write(source, nbytes, 0, Signal{0, 1}, How{});
-           window.wait_signal(0, already + round + 1, peer, Deadline::after(kPatience), kSpin);
+           window.wait_signal(0, already + round + 1, peer, Deadline::after(kPatience), kSpinning);
            if (!first) target.write(source, nbytes, 0, Signal{0, 1}, How{});
          }) /
          2;

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <mutex>
+#include <numeric>
 #include <thread>
 
 #include "core/event.h"
@@ -166,8 +167,7 @@ unsigned class_of(std::size_t nbytes) {
 
 // Keeps, for each size class, how fast each method lately was, and says which to use next. Every real piece is a
 // measurement, so nothing is spent on calibration and the choice follows the machine: memory that is touched for the
-// first time, a second core that is busy, a virtual machine that has moved. The best of the last few tries counts, since
-// noise only ever makes a copy slower. After the first rounds the losers are tried again ever more rarely.
+// first time, a second core that is busy, a virtual machine that has moved. After the first rounds the losers are tried again ever more rarely.
 class Chooser {
  public:
   unsigned next() {
@@ -203,7 +203,13 @@ class Chooser {
     return method;
   }
 
-  double speed(unsigned method) const { return *std::max_element(recent_[method].begin(), recent_[method].end()); }
+  // The mean of the last tries without the slowest, which noise has spoilt. Not the fastest: two threads now and then find
+  // the helper awake, and it is what they mostly do that counts.
+  double speed(unsigned method) const {
+    const auto& recent = recent_[method];
+    const double worst = *std::min_element(recent.begin(), recent.end());
+    return (std::accumulate(recent.begin(), recent.end(), 0.0) - worst) / (static_cast<double>(recent.size()) - 1);
+  }
 
   unsigned best() const {
     unsigned best = 0;
@@ -215,7 +221,7 @@ class Chooser {
     return best;
   }
 
-  static constexpr unsigned kFirstRounds = 3;
+  static constexpr unsigned kFirstRounds = 4;
   static constexpr unsigned kLongestWait = 512;
 
   std::mutex mutex_;

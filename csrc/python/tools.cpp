@@ -47,24 +47,29 @@ void register_bench(nb::module_& m) {
       },
       nb::sig("def bench_fetch_add(window: Window, peer: int, iterations: int) -> float"),
       "Seconds for a fetch_add on the first word, looped in C++.");
-  const auto ping_pong = [&m](const char* name, auto function, const char* signature, const char* doc) {
-    m.def(
-        name,
-        [function](nb::handle window, unsigned peer, nb::handle source, nb::handle iterations, bool first) {
-          const auto core = window_of(window);
-          Buffer buffer(source, "the source", true);
-          const unsigned rounds = to_iterations(iterations);
-          Blocking blocking;
-          return function(*core, peer, buffer.data(), buffer.nbytes(), rounds, first);
-        },
-        nb::sig(signature), doc);
-  };
-  ping_pong("bench_put_latency", bench_put_latency,
-            "def bench_put_latency(window: Window, peer: int, source: object, iterations: int, first: bool) -> float",
-            "Half a round trip of puts, in seconds; both ranks call it, one with `first`.");
-  ping_pong("bench_signal_latency", bench_signal_latency,
-            "def bench_signal_latency(window: Window, peer: int, source: object, iterations: int, first: bool) -> float",
-            "Half a round trip of puts with a signal that is waited for, in seconds.");
+  m.def(
+      "bench_put_latency",
+      [](nb::handle window, unsigned peer, nb::handle source, nb::handle iterations, bool first) {
+        const auto core = window_of(window);
+        Buffer buffer(source, "the source", true);
+        const unsigned rounds = to_iterations(iterations);
+        Blocking blocking;
+        return bench_put_latency(*core, peer, buffer.data(), buffer.nbytes(), rounds, first);
+      },
+      nb::sig("def bench_put_latency(window: Window, peer: int, source: object, iterations: int, first: bool) -> float"),
+      "Half a round trip of puts, in seconds; both ranks call it, one with `first`, their memory zeroed.");
+  m.def(
+      "bench_signal_latency",
+      [](nb::handle window, unsigned peer, nb::handle source, nb::handle iterations, bool first, nb::handle already) {
+        const auto core = window_of(window);
+        Buffer buffer(source, "the source", false);
+        const unsigned rounds = to_iterations(iterations);
+        const std::uint64_t count = to_u64(already, "already");
+        Blocking blocking;
+        return bench_signal_latency(*core, peer, buffer.data(), buffer.nbytes(), rounds, first, count);
+      },
+      nb::sig("def bench_signal_latency(window: Window, peer: int, source: object, iterations: int, first: bool, already: int) -> float"),
+      "Half a round trip of puts with signal 0, which stands at `already`, that is waited for; in seconds.");
   m.def(
       "bench_memcpy",
       [](nb::handle target, nb::handle source, nb::handle iterations) {

@@ -123,19 +123,12 @@ def test_lost_workers_are_reported_and_the_others_go_on(tmp_path):
         assert run.end() == 0, run.said
         run.assert_nothing_left()
     assert "worker 1 lost at version 2: killed by SIGKILL" in run.said
-    assert "worker 2 lost at version 2" in run.said
+    assert "worker 2 lost at version 2: no answer in 4 s; the others go on" in run.said
     assert "version 3" in run.said
     assert "1 of 1 answers equal" in run.said
     got = json.loads((tmp_path / "out.json").read_text())
     assert got["verified"] is True
     assert got["versions"] == 3
-
-
-def test_no_worker_left_is_not_verified(tmp_path):
-    with Run(tmp_path, "--workers", 1, "--steps", 2, "--kill-worker", "1@1") as run:
-        assert run.end() == 1, run.said
-        run.assert_nothing_left()
-    assert "NOT VERIFIED" in run.said
 
 
 def window_of(pid, nbytes):

@@ -1,0 +1,250 @@
+"""`onesided bench`: what an operation costs between two processes, beside what this machine could do at best.
+
+Every figure is a median of several rounds. Each round times, one right after the other on the same source, a one-thread
+memcpy into private memory (the limit), the operation from Python, and the same loop in C++. All memory is touched before.
+Sizes are in bytes, bandwidth in GB/s of 1e9 bytes.
+"""
+
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from . import _core
+from .rpc import Group, Server
+from .windows import Window
+
+__all__ = ["OPERATIONS", "Row", "plot", "run"]
+
+OPERATIONS = ("put", "get", "signal", "atomic")
+ROUNDS = 9
+ROUND_S = 0.02  # a round of one kind of loop lasts about this long
+PING_PONG_LIMIT = 64 << 10  # above, the latency of a put is the time until it is flushed, not half a round trip
+PATIENCE_S = 120.0
+SPIN_S = 1.0  # the waiter of a ping-pong spins, so that the signal is timed and not the scheduler
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement. `latency_us`: half a round trip of put (to 64 KiB) and signal, else one operation's duration."""
+
+    op: str
+    transport: str
+    api: str
+    size: int
+    latency_us: float
+    gbps: float
+    limit_gbps: float
+    ratio: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def run(op: str, transport: str, sizes: list[int], on_size: Callable[[int], None] | None = None) -> list[Row]:
+    """Measures `op` for each size, between this process and one that it starts. `on_size` is called before each size."""
+    if op == "atomic":
+        sizes = [8]
+    with Server() as server:
+        arguments = [server.address, op, transport, ",".join(map(str, sizes))]
+        code = "import sys; from onesided.bench import partner; partner(*sys.argv[1:])"
+        child = subprocess.Popen([sys.executable, "-c", code, *arguments], stdin=subprocess.DEVNULL)
+        try:
+            rows = list(_side(server.address, 0, op, transport, sizes, on_size))
+            child.wait(PATIENCE_S)
+        finally:
+            child.kill()
+            child.wait()
+    return rows
+
+
+def partner(address: str, op: str, transport: str, sizes: str) -> None:
+    """The other process."""
+    for _ in _side(address, 1, op, transport, [int(size) for size in sizes.split(",")], None):
+        pass
+
+
+def _side(
+    address: str, rank: int, op: str, transport: str, sizes: list[int], on_size: Callable[[int], None] | None
+) -> Iterator[Row]:
+    with (
+        Group.join(address, "bench", 2, rank=rank, timeout_s=PATIENCE_S) as group,
+        Window.allocate(group, nbytes=max(8, *sizes), signals=1, transport=transport) as window,
+    ):
+        kind = str(window.describe()["transport"])
+        for size in sizes:
+            if on_size is not None:
+                on_size(size)
+            yield from _Measurement(group, window, op, kind, size).rows()
+        group.barrier(timeout_s=PATIENCE_S)  # the memory stays until both are done
+
+
+class _Measurement:
+    """Both sides of the measurement of one operation and size. Rank 0 times; rank 1 answers, or sleeps in a barrier."""
+
+    def __init__(self, group: Group, window: Window, op: str, kind: str, size: int) -> None:
+        self.group, self.window, self.op, self.kind, self.size = group, window, op, kind, size
+        self.leads = group.rank == 0
+        self.peer = 1 - group.rank
+        self.source = np.full(max(size, 8), group.rank + 1, np.uint8)[:size]
+        self.private = np.full(size, 7, np.uint8)
+        self.target = np.full(size, 7, np.uint8)
+
+    def rows(self) -> Iterator[Row]:
+        loops: dict[str, Callable[[int], float]] = {"python": self._python_loop(), "core": self._core_loop()}
+        seconds: dict[str, list[float]] = {"limit": [], **{api: [] for api in loops}}
+        counts = {api: self._count(loop) for api, loop in loops.items()}
+        memcpy_count = max(1, min(100_000, int(ROUND_S / max(self._memcpy(1), 1e-9)))) if self.leads else 1
+        for _ in range(ROUNDS):
+            if self.leads:
+                seconds["limit"].append(self._memcpy(memcpy_count))
+            for api, loop in loops.items():
+                self.group.barrier(timeout_s=PATIENCE_S)
+                if self.leads or self._answers():
+                    seconds[api].append(loop(counts[api]))
+        latency = {api: self._latency(api, counts[api], statistics.median(seconds[api] or [0.0])) for api in loops}
+        if not self.leads:
+            return
+        limit = self._gbps(statistics.median(seconds["limit"]))
+        for api in loops:
+            gbps = self._gbps(statistics.median(seconds[api]))
+            yield Row(self.op, self.kind, api, self.size, latency[api] * 1e6, gbps, limit, gbps / limit if limit else 0.0)
+
+    def _gbps(self, seconds: float) -> float:
+        return self.size / seconds / 1e9 if seconds > 0 else 0.0
+
+    def _memcpy(self, count: int) -> float:
+        return _core.bench_memcpy(self.private, self.source, count) if self.size else 0.0
+
+    def _answers(self) -> bool:
+        """Whether rank 1 takes part in the loop, or only lends its memory."""
+        return self.op == "signal"
+
+    def _count(self, loop: Callable[[int], float]) -> int:
+        """How often a round runs the loop: rank 0 tries, and tells rank 1."""
+        self.group.barrier(timeout_s=PATIENCE_S)
+        trial = loop(3) if self.leads or self._answers() else 0.0
+        wanted = max(1, min(20_000, int(ROUND_S / trial))) if trial > 0 else 1
+        return int(self.group.all_gather(str(wanted).encode(), timeout_s=PATIENCE_S)[0])
+
+    # ---- The loops: each runs the operation `count` times and returns seconds for one ----------------------------------
+
+    def _python_loop(self) -> Callable[[int], float]:
+        window, source, target, peer = self.window, self.source, self.target, self.peer
+        put, get, flush, fetch_add = window.put, window.get, window.flush, window.fetch_add
+
+        def put_loop(count: int) -> float:
+            begin = time.perf_counter()
+            for _ in range(count):
+                put(source, peer)
+                flush(peer)
+            return (time.perf_counter() - begin) / count
+
+        def get_loop(count: int) -> float:
+            begin = time.perf_counter()
+            for _ in range(count):
+                get(target, peer)
+            return (time.perf_counter() - begin) / count
+
+        def atomic_loop(count: int) -> float:
+            begin = time.perf_counter()
+            for _ in range(count):
+                fetch_add(peer, 0, 1)
+            return (time.perf_counter() - begin) / count
+
+        return {"put": put_loop, "get": get_loop, "atomic": atomic_loop, "signal": self._signal_ping_pong}[self.op]
+
+    def _core_loop(self) -> Callable[[int], float]:
+        window, source, target, peer = self.window, self.source, self.target, self.peer
+        return {
+            "put": lambda count: _core.bench_put(window, peer, source, count),
+            "get": lambda count: _core.bench_get(window, peer, target, count),
+            "atomic": lambda count: _core.bench_fetch_add(window, peer, count),
+            "signal": self._core_signal_ping_pong,
+        }[self.op]
+
+    def _signal_ping_pong(self, count: int) -> float:
+        put, wait, source, peer = self.window.put, self.window.wait_signal, self.source, self.peer
+        already = self.window.signal_value(0)
+        self.group.barrier(timeout_s=PATIENCE_S)
+        begin = time.perf_counter()
+        for seen in range(already + 1, already + count + 1):
+            if self.leads:
+                put(source, peer, signal=0)
+            wait(0, seen, timeout_s=PATIENCE_S, spin_s=SPIN_S)
+            if not self.leads:
+                put(source, peer, signal=0)
+        return (time.perf_counter() - begin) / count / 2
+
+    def _core_signal_ping_pong(self, count: int) -> float:
+        already = self.window.signal_value(0)
+        self.group.barrier(timeout_s=PATIENCE_S)
+        return _core.bench_signal_latency(self.window, self.peer, self.source, count, self.leads, already)
+
+    def _put_ping_pong(self, count: int) -> float:
+        """Half a round trip of put and flush; each side watches the last whole word of its own memory."""
+        put, flush, source, peer = self.window.put, self.window.flush, self.source, self.peer
+        last = self.size // 8 - 1
+        mine = memoryview(self.window.memory).cast("B")[: self.size // 8 * 8].cast("Q")
+        yours = memoryview(source)[: self.size // 8 * 8].cast("Q")
+        mine[last] = 0
+        self.group.barrier(timeout_s=PATIENCE_S)
+        begin = time.perf_counter()
+        for turn in range(1, count + 1):
+            yours[last] = turn
+            if self.leads:
+                put(source, peer)
+                flush(peer)
+            while mine[last] != turn:
+                pass
+            if not self.leads:
+                put(source, peer)
+                flush(peer)
+        return (time.perf_counter() - begin) / count / 2
+
+    def _latency(self, api: str, count: int, duration: float) -> float:
+        if self.op != "put" or not 8 <= self.size <= PING_PONG_LIMIT:
+            return duration
+        rounds = []
+        for _ in range(ROUNDS):
+            self.group.barrier(timeout_s=PATIENCE_S)
+            if api == "python":
+                rounds.append(self._put_ping_pong(count))
+            else:
+                self.window.array[: self.size] = 0
+                self.group.barrier(timeout_s=PATIENCE_S)
+                rounds.append(_core.bench_put_latency(self.window, self.peer, self.source, count, self.leads))
+        return statistics.median(rounds)
+
+
+def plot(rows: list[Row], path: str) -> None:
+    """Draws bandwidth, with the limit's line, and latency over size into a PNG file. Needs matplotlib (onesided[bench])."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (bandwidth, latency) = plt.subplots(1, 2, figsize=(12, 5))
+    for api, style in (("python", "o-"), ("core", "s--")):
+        of_api = [row for row in rows if row.api == api]
+        sizes = [row.size for row in of_api]
+        bandwidth.plot(sizes, [row.gbps for row in of_api], style, label=f"{of_api[0].op}, {api}")
+        latency.plot(sizes, [row.latency_us for row in of_api], style, label=f"{of_api[0].op}, {api}")
+    limit = [row for row in rows if row.api == "python"]
+    bandwidth.plot([row.size for row in limit], [row.limit_gbps for row in limit], "k:", label="limit: memcpy, one thread")
+    for axes, name in ((bandwidth, "bandwidth, GB/s"), (latency, "latency, µs")):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("size, bytes")
+        axes.set_ylabel(name)
+        axes.grid(True, which="both", alpha=0.3)
+        axes.legend()
+    figure.suptitle(f"{rows[0].op} between two processes over {rows[0].transport}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
