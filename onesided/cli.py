@@ -21,8 +21,13 @@ def main() -> None:
 
 
 @main.command()
-@click.option("--bind", default="127.0.0.1:7777", show_default=True, metavar="ADDR:PORT",
-              help="The one address to listen on; port 0 takes a free one, IPv6 as [ADDR]:PORT.")
+@click.option(
+    "--bind",
+    default="127.0.0.1:7777",
+    show_default=True,
+    metavar="ADDR:PORT",
+    help="The one address to listen on; port 0 takes a free one, IPv6 as [ADDR]:PORT.",
+)
 def serve(bind: str) -> None:
     """Run the control plane alone, until Ctrl-C."""
     from .rpc.serve import serve as run
@@ -43,16 +48,39 @@ def to_sizes(_context: click.Context, _parameter: click.Parameter, value: str) -
     return sizes
 
 
+def to_file(_context: click.Context, _parameter: click.Parameter, value: Path | None) -> Path | None:
+    """A file that can be written is found out before minutes of measuring."""
+    if value is not None and not value.absolute().parent.is_dir():
+        raise click.BadParameter(f"there is no folder {value.absolute().parent}")
+    return value
+
+
 @main.command()
 @click.argument("op", type=click.Choice(["put", "get", "signal", "atomic"]))
 @click.option("--transport", default="shm", show_default=True, help="The kind of transport.")
-@click.option("--sizes", default="8,4096,65536,1048576,16777216,268435456", show_default=True, callback=to_sizes,
-              metavar="N,N,...", help="Sizes in bytes. An atomic has 8.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, writable=True, path_type=Path),
-              help='Write {"rows": [...]} to this file.')
-@click.option("--plot", "plot_file", type=click.Path(dir_okay=False, writable=True),
-              help="Draw bandwidth and latency over size into this PNG file.")
-def bench(op: str, transport: str, sizes: list[int], json_file: Path | None, plot_file: str | None) -> None:
+@click.option(
+    "--sizes",
+    default="8,4096,65536,1048576,16777216,268435456",
+    show_default=True,
+    callback=to_sizes,
+    metavar="N,N,...",
+    help="Sizes in bytes. An atomic has 8.",
+)
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    callback=to_file,
+    help='Write {"rows": [...]} to this file.',
+)
+@click.option(
+    "--plot",
+    "plot_file",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    callback=to_file,
+    help="Draw bandwidth and latency over size into this PNG file.",
+)
+def bench(op: str, transport: str, sizes: list[int], json_file: Path | None, plot_file: Path | None) -> None:
     """Measure an operation between two processes, beside a one-thread memcpy in the same run.
 
     Each size takes one to a few seconds. "python" rows time the call from Python, "core" rows the same loop in C++.
@@ -88,8 +116,14 @@ def show(rows: "list[Row]", console: object) -> None:
     for column in ("size", "from", "latency, µs", "GB/s", "memcpy GB/s", "ratio"):
         table.add_column(column, justify="left" if column == "from" else "right")
     for row in rows:
-        table.add_row(f"{row.size:,}", row.api, f"{row.latency_us:,.3f}", f"{row.gbps:.2f}", f"{row.limit_gbps:.2f}",
-                      f"{row.ratio:.2f}")
+        table.add_row(
+            f"{row.size:,}",
+            row.api,
+            f"{row.latency_us:,.3f}",
+            f"{row.gbps:.2f}",
+            f"{row.limit_gbps:.2f}",
+            f"{row.ratio:.2f}",
+        )
     console.print(table)
 
 

@@ -1,7 +1,7 @@
 """Transports: how bytes get from one process into the memory of another.
 
-A transport registers memory, hands out handles to it, and connects to peers; from then on operations need no code at the
-target. `onesided.windows` puts ranks, names and collective creation on top, and is what most programs want.
+A transport registers memory, hands out handles to it, and connects to peers; from then on operations need no code at
+the target. `onesided.windows` puts ranks, names and collective creation on top, and is what most programs want.
 
     transport = ShmTransport()
     memory = transport.allocate(1 << 20, signals=1)         # or register_memory(tensor)
@@ -12,7 +12,8 @@ target. `onesided.windows` puts ranks, names and collective creation on top, and
     connection.write(tensor, remote, signal=0)
 """
 
-from .._core import Connection, Memory, RemoteMemory, Target, View, Work
+from onesided._core import Connection, Memory, RemoteMemory, Target, View, Work
+
 from .choose import open_transport
 from .contract import Transport
 from .shm import ShmTransport

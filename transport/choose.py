@@ -2,7 +2,8 @@
 
 import logging
 
-from ..errors import Unsupported
+from onesided.errors import Unsupported
+
 from .contract import Transport
 from .shm import ShmTransport
 

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from .._core import Connection, Memory, Target
+from onesided._core import Connection, Memory, Target
 
 __all__ = ["Transport"]
 
@@ -10,8 +10,8 @@ __all__ = ["Transport"]
 class Transport(Protocol):
     """Registers memory, hands out handles, connects. Thread-safe; not to be used in a forked child.
 
-    `connect` and `bind` may happen in any order on the two sides: an endpoint is good from the moment that it exists. The
-    connection carries this side's operations; the peer's own go over the connection that it makes.
+    `connect` and `bind` may happen in any order on the two sides: an endpoint is good from the moment that it exists.
+    The connection carries this side's operations; the peer's own go over the connection that it makes.
     """
 
     @property
@@ -25,9 +25,7 @@ class Transport(Protocol):
     def allocate(self, nbytes: int, access: str = "rw", *, signals: int = 0, max_peers: int = 256) -> Memory:
         """New memory that peers can reach in the best way of this kind."""
 
-    def register_memory(
-        self, buffer: object, access: str = "rw", *, signals: int = 0, max_peers: int = 256
-    ) -> Memory:
+    def register_memory(self, buffer: object, access: str = "rw", *, signals: int = 0, max_peers: int = 256) -> Memory:
         """Makes a tensor or buffer known. Never copies; strided memory raises LayoutError."""
 
     def bind(self, *, shared: bool = False) -> bytes:

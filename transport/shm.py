@@ -4,7 +4,8 @@ import atexit
 import logging
 import weakref
 
-from .. import _core
+from onesided import _core
+from onesided.errors import Unsupported
 
 __all__ = ["ShmTransport"]
 
@@ -15,8 +16,8 @@ log.addHandler(logging.NullHandler())
 class ShmTransport(_core.ShmTransport):
     """The transport for peers on one host, and of one user.
 
-    Memory from allocate() lies in anonymous files (memfd) that peers map: a put is one copy, straight into the target, by
-    the calling thread. Nothing is left behind when a process ends, however it ends. Any other memory given to
+    Memory from allocate() lies in anonymous files (memfd) that peers map: a put is one copy, straight into the target,
+    by the calling thread. Nothing is left behind when a process ends, however it ends. Any other memory given to
     register_memory() stays private; peers reach it through the kernel (cross-memory attach), where the system permits
     that. A thread answers peers that open a memory and notices those that die; it sleeps otherwise and sees no payload.
 
@@ -25,8 +26,6 @@ class ShmTransport(_core.ShmTransport):
 
     def __init__(self) -> None:
         if not self.supported():
-            from ..errors import Unsupported
-
             raise Unsupported(f"no shm transport on this system: {self.unsupported_reason()}")
         super().__init__()
         _open.add(self)
@@ -42,5 +41,5 @@ def _close_all() -> None:
     for transport in list(_open):
         try:
             transport.close()
-        except Exception as error:  # at exit there is nobody left to raise to
+        except Exception as error:  # noqa: BLE001 - at exit there is nobody left to raise to
             log.warning("closing a transport at exit: %s", error)

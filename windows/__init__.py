@@ -1,4 +1,4 @@
-"""Windows: one memory on every rank of a group, written, read and signalled by all of them without code at the target."""
+"""Windows: one memory on every rank of a group, written, read and signalled by all without code at the target."""
 
 from .window import Window
 

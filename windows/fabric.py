@@ -3,32 +3,44 @@
 import json
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
-from typing import TypeVar
 
-from ..errors import ConnectionLost, OnesidedError
-from ..transport import Connection, Transport, open_transport
+from onesided.transport import Connection, Transport, open_transport
+
+from onesided.errors import ConnectionLost, OnesidedError
+
 from .exchange import Exchange
 
-__all__ = ["Fabric", "agree", "fabric_of", "shared_transport"]
-
-T = TypeVar("T")
+__all__ = ["Countdown", "Fabric", "agree", "fabric_of", "shared_transport"]
 
 
-def agree(group: Exchange, step: str, work: Callable[[], dict[str, str]], timeout_s: float | None) -> list[dict[str, str]]:
+class Countdown:
+    """What is left of one timeout that covers several steps."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._ends = None if timeout_s is None else time.monotonic() + timeout_s
+
+    def left_s(self) -> float | None:
+        """Seconds left, at least 0; None for ever."""
+        return None if self._ends is None else max(0.0, self._ends - time.monotonic())
+
+
+def agree(group: Exchange, step: str, work: Callable[[], dict[str, str]], countdown: Countdown) -> list[dict[str, str]]:
     """Runs `work` on every rank and gives each rank everybody's results, in rank order.
 
-    If it fails anywhere it fails everywhere: here with its own error, elsewhere with OnesidedError that names the rank and
-    tells its error. So no rank goes on with half a window.
+    If it fails anywhere it fails everywhere: here with its own error, elsewhere with OnesidedError that names the rank
+    and tells its error. So no rank goes on with half a window.
     """
     failure: Exception | None = None
     try:
         said = {"step": step, **work()}
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - raised below, when the others know
         failure = error
         said = {"step": step, "error": f"{type(error).__name__}: {error}"}
-    answers = [json.loads(answer) for answer in group.all_gather(json.dumps(said).encode(), timeout_s=timeout_s)]
+    gathered = group.all_gather(json.dumps(said).encode(), timeout_s=countdown.left_s())
+    answers = [json.loads(answer) for answer in gathered]
     if failure is not None:
         raise failure
     for rank, answer in enumerate(answers):
@@ -45,22 +57,25 @@ def agree(group: Exchange, step: str, work: Callable[[], dict[str, str]], timeou
 class Fabric:
     """The transport of one rank, and its connections to the other ranks of one group. Made collectively."""
 
-    def __init__(self, group: Exchange, kind: str, timeout_s: float | None) -> None:
-        self.rank, self.size, self.kind = group.rank, group.size, kind
+    def __init__(self, group: Exchange, kind: str, countdown: Countdown) -> None:
         self._windows = 0
+        self.connections: dict[int, Connection] = {}
         others = [rank for rank in range(group.size) if rank != group.rank]
 
         def offer() -> dict[str, str]:
             self.transport: Transport = open_transport(kind)
             return {str(rank): self.transport.bind().hex() for rank in others}
 
-        self.connections: dict[int, Connection] = {}
-        try:
-            offers = agree(group, f"connect over {kind}", offer, timeout_s)
+        def connect() -> dict[str, str]:
             for rank in others:
                 endpoint = bytes.fromhex(offers[rank][str(group.rank)])
                 name = f"rank {rank} of group {group.name!r}"
-                self.connections[rank] = self.transport.connect(endpoint, name=name, timeout_s=timeout_s)
+                self.connections[rank] = self.transport.connect(endpoint, name=name, timeout_s=countdown.left_s())
+            return {}
+
+        try:
+            offers = agree(group, f"open a transport of kind {kind!r}", offer, countdown)
+            agree(group, f"connect over {kind!r}", connect, countdown)
         except BaseException:
             self.close()
             raise
@@ -71,6 +86,7 @@ class Fabric:
         return self._windows
 
     def close(self) -> None:
+        """Closes the transport, and with it every connection and memory."""
         if hasattr(self, "transport"):
             self.transport.close()
 
@@ -80,14 +96,14 @@ _fabrics: "weakref.WeakKeyDictionary[Exchange, dict[str, Fabric]]" = weakref.Wea
 _shared: dict[tuple[int, str], Transport] = {}
 
 
-def fabric_of(group: Exchange, kind: str, timeout_s: float | None) -> Fabric:
+def fabric_of(group: Exchange, kind: str, countdown: Countdown) -> Fabric:
     """The fabric of this rank of `group`; made, collectively, the first time. Closed with the group."""
     with _lock:
         fabric = _fabrics.get(group, {}).get(kind)
     if fabric is not None and fabric.transport.closed:
         raise ConnectionLost(f"group {group.name!r} was closed")
     if fabric is None:
-        fabric = Fabric(group, kind, timeout_s)
+        fabric = Fabric(group, kind, countdown)
         with _lock:
             _fabrics.setdefault(group, {})[kind] = fabric
         group.add_close_callback(fabric.close)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import BoundsError, LayoutError, Unsupported
+from onesided.errors import BoundsError, LayoutError, Unsupported
 
 __all__ = ["Layout", "layout_of"]
 
@@ -31,6 +31,7 @@ class Layout(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Size of all elements in bytes."""
         return math.prod(self.shape) * self.itemsize
 
     def array(self, memory: Any) -> "np.ndarray[Any, Any]":

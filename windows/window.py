@@ -6,11 +6,13 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from .. import _core
-from ..errors import HandleError, OnesidedError, StaleHandle, Unsupported
-from ..transport import Connection, Memory, RemoteMemory, Target, Transport
+from onesided.transport import Memory, RemoteMemory, Target, Transport
+
+from onesided import _core
+from onesided.errors import HandleError, OnesidedError, StaleHandle, Unsupported
+
 from .exchange import Catalog, Exchange
-from .fabric import agree, fabric_of, shared_transport
+from .fabric import Countdown, agree, fabric_of, shared_transport
 from .layout import Layout, layout_of
 
 __all__ = ["Window"]
@@ -28,14 +30,14 @@ W = TypeVar("W", bound="Window")
 class Window(_core.Window):
     """One memory on every rank of a group. Any rank writes, reads and signals any rank's, without code running there.
 
-    Made by `allocate` or `create` (collective: every rank of the group calls it, in the same order as all others), or by
-    `expose` and `attach` (through a directory: members come and go). All methods but those four may be called at any time
-    from any thread, and none of them waits for another rank, but for wait_signal.
+    Made by `allocate` or `create` (collective: every rank of the group calls it, in the same order as all others), or
+    by `expose` and `attach` (through a directory: members come and go). All methods but those four may be called at
+    any time from any thread, and none of them waits for another rank, but for wait_signal.
 
     Memory model: puts and gets to one peer are unordered with each other until `flush(peer)` or a signal. Signals are
     strong: when a waiter sees the count, every earlier put from that origin to that rank on this window is visible, of
-    any size, zero included. Atomics are atomic against each other. Nothing is promised about the order in which the bytes
-    of one put arrive, or about two puts to the same bytes without a signal between them.
+    any size, zero included. Atomics are atomic against each other. Nothing is promised about the order in which the
+    bytes of one put arrive, or about two puts to the same bytes without a signal between them.
 
     On the ranks of a group, `peer` is a rank. On an attached window it is 0, the owner.
     """
@@ -80,8 +82,8 @@ class Window(_core.Window):
     ) -> W:
         """A window over new memory on every rank, zeroed. Collective.
 
-        The size is `nbytes`, or `shape` of `dtype` (torch's, numpy's, or a name); it may differ from rank to rank and be
-        zero. `access` is what the others may do here: "r", "w" or "rw". `signals`: how many counters each rank has.
+        The size is `nbytes`, or `shape` of `dtype` (torch's, numpy's, or a name); it may differ from rank to rank and
+        be zero. `access` is what the others may do here: "r", "w" or "rw". `signals`: how many counters each rank has.
 
         Raises RegistrationError if the memory cannot be had, DeadlineExceeded if a rank does not come, OnesidedError if
         it failed on another rank; then no rank has a window.
@@ -180,9 +182,9 @@ class Window(_core.Window):
     def attach(cls: type[W], directory: Catalog, name: str, *, timeout_s: float = 10.0) -> W:
         """Opens a window that another process has exposed. Not collective.
 
-        Waits up to `timeout_s` for the name to appear and for its owner to answer. The window has one rank, 0: its owner.
-        It has no memory and no signals here. Raises DeadlineExceeded if the name does not appear, ConnectionLost if its
-        owner has died, StaleHandle if it was closed, HandleError if the entry is no window.
+        Waits up to `timeout_s` for the name to appear and for its owner to answer. The window has one rank, 0: its
+        owner. It has no memory and no signals here. Raises DeadlineExceeded if the name does not appear, ConnectionLost
+        if its owner has died, StaleHandle if it was closed, HandleError if the entry is no window.
         """
         record = read_record(name, directory.lookup(name, timeout_s=timeout_s).value)
         made_by = shared_transport(record["kind"])
@@ -208,7 +210,8 @@ class Window(_core.Window):
         timeout_s: float | None,
         tensor: object = None,
     ) -> W:
-        fabric = fabric_of(group, kind, timeout_s)
+        countdown = Countdown(timeout_s)
+        fabric = fabric_of(group, kind, countdown)
         name = f"{group.name}/{fabric.next_window()}"
         memory: Memory | None = None
         targets: list[Target] = []
@@ -219,16 +222,21 @@ class Window(_core.Window):
             return {"handle": memory.handle().hex()}
 
         try:
-            handles = agree(group, f"create window {name!r}", register, timeout_s)
+            handles = agree(group, f"create window {name!r}", register, countdown)
             assert memory is not None
 
             def attach_all() -> dict[str, str]:
                 for rank in range(group.size):
                     remote = RemoteMemory.from_bytes(bytes.fromhex(handles[rank]["handle"]))
-                    targets.append(open_target(fabric.transport, fabric.connections.get(rank), memory, remote, timeout_s))
+                    connection = fabric.connections.get(rank)
+                    targets.append(
+                        fabric.transport.loop_back(memory)
+                        if connection is None
+                        else connection.attach(remote, countdown.left_s())
+                    )
                 return {}
 
-            agree(group, f"open window {name!r}", attach_all, timeout_s)
+            agree(group, f"open window {name!r}", attach_all, countdown)
         except BaseException:
             targets.clear()
             if memory is not None:
@@ -271,7 +279,7 @@ class Window(_core.Window):
             return self._tensor
         return self._layout.tensor(memory)
 
-    # ---- The end, and what there is to see ------------------------------------------------------------------------------
+    # ---- The end, and what there is to see ------------------------------------------------------------------
 
     def close(self, timeout_s: float | None = 5.0) -> None:
         """Ends access to this rank's memory; not collective. When it returns, no peer writes or reads it any more.
@@ -322,17 +330,8 @@ class Window(_core.Window):
     def __repr__(self) -> str:
         if self._targets is None:
             return f"<Window {self.name!r}, closed>"
-        return f"<Window {self.name!r}: {self.nbytes} bytes, rank {self.rank} of {self.size}, over {self._transport.kind}>"
-
-
-def open_target(
-    transport: Transport, connection: Connection | None, memory: Memory | None, remote: RemoteMemory, timeout_s: float | None
-) -> Target:
-    """One rank's memory: through its connection, or this rank's own."""
-    if connection is not None:
-        return connection.attach(remote, timeout_s)
-    assert memory is not None
-    return transport.loop_back(memory)
+        where = f"rank {self.rank} of {self.size}, over {self._transport.kind}"
+        return f"<Window {self.name!r}: {self.nbytes} bytes, {where}>"
 
 
 def check_device(device: object) -> None:
@@ -342,7 +341,7 @@ def check_device(device: object) -> None:
 
 
 def layout_like(tensor: object) -> Layout:
-    """The layout of an existing tensor or array; plain bytes for other buffers. What it may be is checked on registration."""
+    """The layout of an existing tensor or array; plain bytes for other buffers. Registration checks what it may be."""
     shape, dtype = getattr(tensor, "shape", None), getattr(tensor, "dtype", None)
     if shape is not None and dtype is not None:
         return layout_of(None, tuple(shape), dtype)
