@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -98,6 +99,7 @@ class Report:
 
     def lost(self, what: str) -> None:
         """A worker was lost."""
+        what = escape(what)
         self.losses.append(what)
         others = "the others go on" if len(self.losses) < self.workers else "none is left"
         self.say(f"[yellow]{what}; {others}[/]")

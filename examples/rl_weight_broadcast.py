@@ -27,25 +27,37 @@ NEEDED = ("onesided", "rich", "torch", "safetensors", "tokenizers", "gt_all_mini
 
 def rank_at_version(text: str) -> tuple[int, int]:
     rank, _, version = text.partition("@")
+    if not (rank.isdecimal() and version.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 2@3: worker 2 at version 3")
     return int(rank), int(version)
 
 
-def positive(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
+def count_of(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
     return int(text)
+
+
+def seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return value
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     text = __doc__ or ""
     parser = argparse.ArgumentParser(
-        description=text.partition("\n")[0], epilog=" ".join(text.partition("Exit status")[1:])
+        description=text.partition("\n")[0], epilog="".join(text.partition("Exit status")[1:])
     )
     add = parser.add_argument
-    add("--workers", type=positive, default=3, metavar="N", help="rollout workers (default 3)")
-    add("--steps", type=positive, default=5, metavar="N", help="optimizer steps, each makes a version (default 5)")
+    add("--workers", type=count_of, default=3, metavar="N", help="rollout workers (default 3)")
+    add("--steps", type=count_of, default=5, metavar="N", help="optimizer steps, each makes a version (default 5)")
     add("--transport", default="shm", metavar="KIND", help="what the windows run over (default shm)")
-    add("--deadline", type=float, default=30.0, metavar="SECONDS", help="drop a worker that takes longer (default 30)")
+    add("--deadline", type=seconds, default=30.0, metavar="S", help="drop a worker that takes longer (default 30 s)")
     add("--kill-worker", type=rank_at_version, metavar="K@V", help="kill -9 worker K before version V is published")
     add("--json", type=Path, metavar="FILE", help="write the result to FILE as well")
     options = parser.parse_args(arguments)
@@ -55,6 +67,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--kill-worker: there is no version {options.kill_worker[1]}, only 1 to {options.steps}")
     if options.json and not options.json.absolute().parent.is_dir():
         parser.error(f"--json: there is no folder {options.json.absolute().parent}")
+    if options.json and options.json.is_dir():
+        parser.error(f"--json: {options.json} is a folder")
     return options
 
 

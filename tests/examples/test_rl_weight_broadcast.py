@@ -45,7 +45,12 @@ class Run:
         self.said = ""
         self.process = subprocess.Popen(
             [sys.executable, str(PROGRAM), *map(str, arguments)],
-            env={**os.environ, "RUN_MARK": self.mark, "TMPDIR": str(self.temporary)},
+            env={
+                **os.environ,
+                "RUN_MARK": self.mark,
+                "TMPDIR": str(self.temporary),
+                "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torch"),  # torch makes this folder, used or not
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -192,12 +197,15 @@ def test_workers_do_not_outlive_a_killed_trainer(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--workers", "0"], "at least 1"),
-        (["--steps", "x"], "invalid positive value"),
+        (["--workers", "0"], "'0' is not a number from 1 on"),
+        (["--steps", "x"], "'x' is not a number from 1 on"),
         (["--kill-worker", "4@1"], "no worker 4"),
         (["--kill-worker", "1@9"], "no version 9"),
-        (["--kill-worker", "1"], "invalid rank_at_version value"),
+        (["--kill-worker", "1"], "'1' is not like 2@3"),
         (["--json", "/no/such/folder/out.json"], "no folder"),
+        (["--json", "/"], "is a folder"),
+        (["--deadline", "-1"], "'-1' is not a number of seconds"),
+        (["--deadline", "nan"], "'nan' is not a number of seconds"),
     ],
 )
 def test_wrong_options_are_explained(options, message, capsys):
