@@ -20,7 +20,7 @@ __all__ = ["Directory", "Entry", "Event", "Watch"]
 
 
 class DirectoryLink(Protocol):
-    """Where a directory's requests go: over gRPC (session.py), or within this process (local.py)."""
+    """Where a directory's requests go: over gRPC (client.py), or within this process (local.py)."""
 
     lease_s: float
 
@@ -29,7 +29,6 @@ class DirectoryLink(Protocol):
     def withdraw(self, name: str) -> None: ...
     def list(self, prefix: str) -> list[Entry]: ...
     def watch(self, prefix: str, mailbox: "Mailbox") -> Callable[[], None]: ...
-    def close(self) -> None: ...
 
 
 class Directory:
@@ -53,18 +52,21 @@ class Directory:
 
     def __init__(self, address: str, *, lease_s: float = limits.DEFAULT_LEASE_S,
                  credentials: "grpc.ChannelCredentials | None" = None) -> None:
-        from .session import Session
+        from .client import Client
 
-        self._init(Session(address, limits.check_lease(lease_s), credentials))
+        link = Client(address, limits.check_lease(lease_s), credentials)
+        self._init(link, link.close)
 
     @classmethod
     def _over(cls, link: DirectoryLink) -> "Directory":
+        """A directory of a group, which ends its link itself when it is left."""
         directory = cls.__new__(cls)
-        directory._init(link)
+        directory._init(link, lambda: None)
         return directory
 
-    def _init(self, link: DirectoryLink) -> None:
+    def _init(self, link: DirectoryLink, close_link: Callable[[], object]) -> None:
         self._link = link
+        self._close_link = close_link
         self._guard = ForkGuard("a Directory")
         self._lock = threading.Lock()
         self._watches: set[Watch] = set()
@@ -129,8 +131,8 @@ class Directory:
         return watch
 
     def close(self) -> None:
-        """Withdraws what this client published and ends its watches. Idempotent. A directory of a group is
-        closed by leaving the group."""
+        """Withdraws what this client published and ends its watches. Idempotent. Leaving a group closes its
+        directory; closed on its own, that withdraws nothing before the group is left."""
         if self._guard.forked:
             return
         with self._lock:
@@ -139,7 +141,7 @@ class Directory:
             self._closed = True
         for watch in list(self._watches):
             watch.close()
-        self._link.close()
+        self._close_link()
 
     def __enter__(self) -> "Directory":
         return self

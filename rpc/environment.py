@@ -134,7 +134,11 @@ class _Embedded:
                     raise OnesidedError(
                         f"{job.bind_host!r} is {host} on rank 0, which other hosts cannot reach: set MASTER_ADDR, or "
                         f"ONESIDED_BIND on rank 0, to an address of the network between the hosts")
-                cls._current = cls(Server(addresses.join(host, job.port)))
+                try:
+                    cls._current = cls(Server(addresses.join(host, job.port)))
+                except OnesidedError as error:
+                    raise OnesidedError(f"{error}. ONESIDED_PORT on all ranks chooses another port, ONESIDED_BIND on "
+                                        f"rank 0 another address, ONESIDED_ADDRESS a server that runs") from error
             cls._current._users += 1
             return cls._current
 

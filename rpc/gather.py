@@ -57,7 +57,7 @@ class Gathers:
         self._posted = [0] * size  # by rank: the highest number it came with
         self._gathers: dict[int, _Gather] = {}
         self._broken: ConnectionLost | None = None
-        self._gone: set[int] = set()
+        self._gone: dict[int, str] = {}  # by rank, in order of time: how it went
 
     def post(self, rank: int, sequence: int, operation: str, payload: bytes) -> Ticket[Payloads]:
         """Gives `payload` for `rank` to number `sequence`. The same number again is the same call, sent
@@ -97,9 +97,10 @@ class Gathers:
 
     def lose(self, rank: int, how: str) -> None:
         """`rank` is gone: what is pending and what comes fails. `how` continues "rank 3 ..."."""
-        self._gone.add(rank)
+        self._gone[rank] = how
+        how_each = "; ".join(f"rank {gone} {how}" for gone, how in [*self._gone.items()][:3])
         self._broken = ConnectionLost(
-            f"group {self._group!r}: {ranks_text(self._gone)} of {self._size} gone: rank {rank} {how}")
+            f"group {self._group!r}: {ranks_text(self._gone)} of {self._size} gone: {how_each}")
         for gather in self._gathers.values():
             gather.end(self._broken)
 

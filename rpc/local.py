@@ -115,9 +115,6 @@ class _LocalSeat:
 
         return stop
 
-    def close(self) -> None:
-        """The directory is closed by leaving."""
-
 
 def local_group(size: int, name: str) -> list[Group]:
     """All members of a new group, by rank; see `Group.local`."""

@@ -38,7 +38,7 @@ OPTIONS = (
     ("grpc.so_reuseport", 0),  # a second server on one port is a mistake, not a load balancer
     ("grpc.max_receive_message_length", limits.MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", limits.MAX_MESSAGE_BYTES),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # clients ping every 10 s, see session.py
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # clients ping every 10 s, see client.py
     ("grpc.keepalive_permit_without_calls", 1),
 )
 

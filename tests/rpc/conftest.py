@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-
 from onesided.rpc import Directory, Group, Server
 
 PATIENCE_S = 30.0  # for what happens at once on an idle machine
@@ -43,7 +42,7 @@ def together() -> Callable[..., list]:
         def one(index: int) -> None:
             try:
                 outcomes[index] = fn(items[index])
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  # the test judges it
                 outcomes[index] = error
 
         threads = [threading.Thread(target=one, args=(index,), daemon=True) for index in range(len(items))]
@@ -115,7 +114,8 @@ class Child:
             ended = self.process.poll() is not None and not self._reader.is_alive()
             if ended or time.monotonic() > deadline_s:
                 self.process.kill()
-                raise AssertionError(f"the child did not say {word!r} but {self.lines}; {self.process.communicate()[1]}")
+                complaint = self.process.communicate()[1]
+                raise AssertionError(f"the child did not say {word!r} but {self.lines}; {complaint}")
             time.sleep(0.005)
 
     def end(self, timeout_s: float = PATIENCE_S) -> int:

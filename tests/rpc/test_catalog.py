@@ -3,11 +3,11 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from onesided.errors import BoundsError, DeadlineExceeded, HandleError, RemoteAccessError
 from onesided.rpc.catalog import Catalog, Watcher
 from onesided.rpc.state import ControlState
 from onesided.rpc.timing import Timers
+
+from onesided.errors import BoundsError, DeadlineExceeded, HandleError, RemoteAccessError
 
 
 class Clock:
@@ -95,7 +95,7 @@ def test_lookup_in_vain(state: ControlState, clock: Clock) -> None:
         state.lookup("weights/1", 0).result()
     publish(state, "a", "weights/0", b"")
     publish(state, "a", "zebra", b"")
-    with pytest.raises(HandleError, match="nothing is published as 'weights/1'; near it: 'weights/0'$"):
+    with pytest.raises(HandleError, match=r"nothing is published as 'weights/1'; near it: 'weights/0'$"):
         state.lookup("weights/1", 0).result()
     with pytest.raises(HandleError, match="'qqq'; 2 other names are"):
         state.lookup("qqq", 0).result()

@@ -4,9 +4,9 @@ import threading
 import time
 
 import pytest
+from onesided.rpc import Directory, Entry, Group, Server
 
 from onesided.errors import BoundsError, ConnectionLost, DeadlineExceeded, HandleError, RemoteAccessError, StaleHandle
-from onesided.rpc import Directory, Entry, Group, Server
 
 
 @pytest.fixture(params=["grpc", "local"])
@@ -183,7 +183,7 @@ def test_names_of_every_alphabet(pair) -> None:
             two.lookup(name[:-1] + "!")
 
 
-def test_entries_of_other_processes_end_with_their_lease(server: Server, directory: Directory, spawn, eventually) -> None:
+def test_entries_of_other_processes_end_with_their_lease(server: Server, directory: Directory, spawn) -> None:
     child = spawn("""
         directory = Directory(sys.argv[1], lease_s=0.5)
         directory.publish("n", b"v")
@@ -211,11 +211,11 @@ def test_a_short_lease_among_long_ones_is_renewed(server: Server, directory: Dir
 
 
 def test_a_watch_that_fell_behind_ends_with_the_truth(server: Server, directory: Directory, monkeypatch) -> None:
-    from onesided.rpc import session
+    from onesided.rpc import client
     from onesided.rpc.catalog import Watcher
 
     monkeypatch.setattr(Watcher, "LIMIT", 20)
-    monkeypatch.setattr(session, "MAILBOX", 4)
+    monkeypatch.setattr(client, "MAILBOX", 4)
     overruns: list[Watcher] = []
     see = Watcher.see
     monkeypatch.setattr(Watcher, "see", lambda self, event: (see(self, event), self.overrun and overruns.append(self)))
@@ -239,10 +239,10 @@ def test_a_watch_that_fell_behind_ends_with_the_truth(server: Server, directory:
 
 
 def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    from onesided.rpc import session
+    from onesided.rpc import client
 
-    monkeypatch.setattr(session, "REPLY_S", 0.1)
-    monkeypatch.setattr(session, "LATE_S", 0.1)
+    monkeypatch.setattr(client, "REPLY_S", 0.1)
+    monkeypatch.setattr(client, "LATE_S", 0.1)
     directory = Directory("127.0.0.1:9")
     for use in (lambda: directory.publish("n", b""), lambda: directory.lookup("n"), directory.list,
                 lambda: directory.withdraw("n")):

@@ -5,9 +5,9 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from onesided.rpc.gather import Gathers
 
 from onesided.errors import BoundsError, ConnectionLost, DeadlineExceeded, OnesidedError, StaleHandle
-from onesided.rpc.gather import Gathers
 
 
 def outcome(ticket) -> object:
@@ -145,8 +145,8 @@ def test_after_a_restart_a_failure_is_a_failure_for_all() -> None:
 @settings(max_examples=300)
 @given(st.integers(1, 4), st.data())
 def test_random_runs_agree_with_the_model(size: int, data: st.DataObject) -> None:
-    """Members go through numbers 1, 2, ... and at each of them post, or post and give up, in any interleaving. The model
-    decides from the order of events alone what each number ends with."""
+    """Members go through numbers 1, 2, ... and at each of them post, or post and give up, in any interleaving.
+    The model decides from the order of events alone what each number ends with."""
     gathers = Gathers("g", size)
     at = [0] * size  # how far each member is
     model: dict[int, object] = {}  # number -> DeadlineExceeded or the payloads

@@ -4,9 +4,9 @@ import threading
 import time
 
 import pytest
+from onesided.rpc import Group, Server
 
 from onesided.errors import BoundsError, ConnectionLost, DeadlineExceeded, HandleError, OnesidedError, StaleHandle
-from onesided.rpc import Group, Server
 
 
 def test_all_gather_orders_by_rank(make_groups, together) -> None:
@@ -105,7 +105,7 @@ def test_leave_is_idempotent_and_ends_everything(make_groups) -> None:
     assert group.closed
     assert directory.closed
     for use in (group.barrier, lambda: group.all_gather(b""), group.lost_ranks, lambda: directory.lookup("x"),
-                lambda: directory.publish("x", b""), lambda: directory.watch(), lambda: group.add_close_callback(print)):
+                lambda: directory.publish("x", b""), directory.watch, lambda: group.add_close_callback(print)):
         with pytest.raises(StaleHandle):
             use()
     assert "closed" in repr(group)
@@ -143,6 +143,34 @@ def test_a_close_callback_may_use_the_group(make_groups, together) -> None:
         group.add_close_callback(group.barrier)
         group.add_close_callback(group.leave)
     assert together(lambda group: group.leave(), groups) == [None, None]
+
+
+def test_leaving_goes_on_after_an_interrupt(make_groups) -> None:
+    groups = make_groups(2)
+    ran = []
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    groups[0].add_close_callback(lambda: ran.append(1))
+    groups[0].add_close_callback(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        groups[0].leave()
+    assert (ran, groups[0].closed) == ([], False)
+    groups[0].leave()
+    assert (ran, groups[0].closed) == ([1], True)
+    with pytest.raises(ConnectionLost, match="rank 0 left"):
+        groups[1].barrier(timeout_s=10)
+
+
+def test_closing_the_directory_is_not_leaving(make_groups, together) -> None:
+    groups = make_groups(2)
+    groups[0].directory.publish("n", b"")
+    groups[0].directory.close()
+    with pytest.raises(StaleHandle):
+        groups[0].directory.list()
+    assert together(lambda group: group.barrier(), groups) == [None, None]
+    assert groups[1].directory.lookup("n").version == 1
 
 
 def test_leaving_during_a_collective_of_another_thread(make_groups, together, eventually) -> None:
@@ -225,13 +253,13 @@ def test_ranks_are_given_in_order_of_arrival(server: Server, together) -> None:
 
 
 def test_join_says_who_is_missing(server: Server) -> None:
-    with pytest.raises(DeadlineExceeded, match=r"'g' was not formed within 0\.\d* s: 2 of 3 members missing: ranks 0, 2"):
+    with pytest.raises(DeadlineExceeded, match=r"not formed within 0\.\d* s: 2 of 3 members missing: ranks 0, 2"):
         Group.join(server.address, "g", 3, rank=1, timeout_s=0.3)
 
 
 def test_join_with_another_size(joined, server: Server) -> None:
     joined(2)
-    with pytest.raises(BoundsError, match="'world' has size 2; .* with size 3"):
+    with pytest.raises(BoundsError, match=r"'world' has size 2; .* with size 3"):
         Group.join(server.address, "world", 3, timeout_s=5)
 
 
@@ -263,7 +291,7 @@ def test_join_with_no_address(address: str) -> None:
 
 def test_join_where_nobody_serves() -> None:
     begun_s = time.monotonic()
-    with pytest.raises(DeadlineExceeded, match=r"joining group 'g': no answer from the control plane at 127\.0\.0\.1:9 "):
+    with pytest.raises(DeadlineExceeded, match=r"joining group 'g': no answer from .* at 127\.0\.0\.1:9 "):
         Group.join("127.0.0.1:9", "g", 1, timeout_s=0.5)
     assert time.monotonic() - begun_s < 3
 

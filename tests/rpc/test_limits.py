@@ -3,9 +3,9 @@
 import math
 
 import pytest
+from onesided.rpc import address, limits
 
 from onesided.errors import BoundsError, OnesidedError
-from onesided.rpc import address, limits
 
 
 class Index:
@@ -93,7 +93,8 @@ def test_addresses(text: str, parts: tuple[str, int]) -> None:
 
 
 @pytest.mark.parametrize("text", [
-    "", "host", ":80", "host:", "host:http", "host:-1", "host:65536", "::1:80", "1:2:3", "host:0", "host: 80", "host:８０",
+    "", "host", ":80", "host:", "host:http", "host:-1", "host:65536", "::1:80", "1:2:3", "host:0", "host: 80",
+    "host:８０",
 ])
 def test_what_is_no_address(text: str) -> None:
     with pytest.raises(BoundsError, match="port"):

@@ -6,9 +6,9 @@ import threading
 import time
 
 import pytest
+from onesided.rpc import Group, run_local
 
 from onesided.errors import BoundsError, ConnectionLost, DeadlineExceeded
-from onesided.rpc import Group, run_local
 
 
 def test_results_by_rank() -> None:

@@ -1,11 +1,11 @@
 """Groups, leases and epochs, on the bare state machine and a clock that the test sets."""
 
 import pytest
-
-from onesided.errors import BoundsError, ConnectionLost, DeadlineExceeded
 from onesided.rpc.membership import Forgotten
 from onesided.rpc.state import ControlState
 from onesided.rpc.timing import Ticket
+
+from onesided.errors import BoundsError, ConnectionLost, DeadlineExceeded
 
 
 class Plane:
@@ -81,7 +81,7 @@ def test_deadline_names_who_is_missing(plane: Plane) -> None:
 def test_deadline_counts_where_ranks_are_not_known(plane: Plane) -> None:
     ticket = plane.join("a", 3, timeout_s=1)
     plane.advance(1)
-    with pytest.raises(DeadlineExceeded, match="2 of 3 members missing$"):
+    with pytest.raises(DeadlineExceeded, match=r"2 of 3 members missing$"):
         ticket.result()
 
 
@@ -183,7 +183,7 @@ def test_a_silent_member_is_lost_after_its_lease(plane: Plane) -> None:
     assert plane.state.heartbeat("a", True, 0)[0] == {1}
     assert plane.state.heartbeat("b", True, 0)[0] == {1}, "it learns that it is out"
     plane.state.leave("c")
-    with pytest.raises(ConnectionLost, match="ranks 1-2 of 3 gone: rank 2 left"):
+    with pytest.raises(ConnectionLost, match=r"ranks 1-2 of 3 gone: rank 1 was lost: .*; rank 2 left"):
         plane.gather("a", 2).result()
 
 

@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from onesided.rpc.timing import Lease, Remembered, Ticket, Timers
 
 from onesided.errors import DeadlineExceeded
-from onesided.rpc.timing import Lease, Remembered, Ticket, Timers
 
 
 class Clock:
@@ -129,7 +129,7 @@ def test_errors_that_are_shared_are_raised_as_copies() -> None:
     raised = []
     for ticket in tickets:
         ticket.fail(error)
-        with pytest.raises(DeadlineExceeded, match="^late$") as caught:
+        with pytest.raises(DeadlineExceeded, match=r"^late$") as caught:
             ticket.result()
         raised.append(caught.value)
     assert raised[0] is not raised[1]

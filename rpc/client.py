@@ -1,9 +1,9 @@
 """One client of a control server: its connection, its heartbeat, and what is put back when the server has
 restarted.
 
-A group or a directory owns one session. Requests may be sent twice, so a broken connection is no error: they
+A group or a directory owns one client. Requests may be sent twice, so a broken connection is no error: they
 are sent again until their time is over. When the server answers that it does not know this client, it has
-restarted: the session puts back its membership with the last collectives, and its entries, and the request is
+restarted: the client puts back its membership with the last collectives, and its entries, and the request is
 sent again.
 """
 
@@ -14,7 +14,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -39,6 +39,7 @@ LATE_S = 1.0  # what an answer may take beyond the deadline that the server keep
 LEAVE_S = 2.0  # a goodbye that nobody takes ends here; the lease does the rest
 BEATS_PER_LEASE = 3
 RETRY_FIRST_S, RETRY_MOST_S = 0.02, 0.5
+RESTORED_AT_ONCE = 32  # entries that are on their way together after a restart of the server
 MAILBOX = 1024  # events of a watch read ahead
 BACK_S = 15.0  # after a restart of the server, entries that are back within this were never gone
 
@@ -72,7 +73,7 @@ class _Published:
     lease_s: float
 
 
-class Session:
+class Client:
     """See the module. Implements the group's seat and the directory's link. Thread-safe; a caller that waits
     can be interrupted by a signal at any time, which cancels its request."""
 
@@ -136,6 +137,10 @@ class Session:
         """Says goodbye and closes the connection. Never raises for a server that is gone."""
         self.close()
 
+    def _lose(self, ranks: Iterable[int]) -> None:
+        with self._keeper_lock:  # the heartbeat and a collective may both have news
+            self._gone |= frozenset(ranks)
+
     # The link of a directory
 
     def publish(self, name: str, value: bytes, lease_s: float, replace: bool) -> Entry:
@@ -145,8 +150,9 @@ class Session:
         with self._entries_lock:
             try:
                 entry = _entry(self._request("Publish", request, f"publishing {name!r}").entry)
-            except ConnectionLost:
-                self._doubtful.add(name)
+            except (ConnectionLost, KeyboardInterrupt):
+                if name not in self._published:
+                    self._doubtful.add(name)
                 raise
             self._doubtful.discard(name)
             before_s = self._interval_s()
@@ -187,9 +193,9 @@ class Session:
         threading.Thread(target=reader.run, name="onesided-watch", daemon=True).start()
         return reader.stop
 
-    def close(self) -> None:
+    def close(self, patience_s: float = LEAVE_S) -> None:
         """Says goodbye, withdrawing all, and closes the connection. Idempotent; never raises for a server
-        that is gone."""
+        that is gone, nor waits for it longer than `patience_s`."""
         with self._keeper_lock:
             if self._closed.is_set():
                 return
@@ -197,9 +203,11 @@ class Session:
             keeper = self._keeper
         forget(self)
         self._beat_soon.set()
-        if keeper is not None or self._doubtful:  # nothing was registered otherwise
+        if self._entries_lock.acquire(timeout=patience_s):  # what is being put back comes before the goodbye
+            self._entries_lock.release()
+        if self.name or keeper is not None or self._doubtful:  # nothing was registered otherwise
             try:  # not a future: that may need a new thread, and there are none while the interpreter ends
-                self._methods["Leave"](pb.LeaveRequest(client_id=self.client_id), timeout=LEAVE_S)
+                self._methods["Leave"](pb.LeaveRequest(client_id=self.client_id), timeout=patience_s)
             except grpc.RpcError as error:
                 log.debug("goodbye to %s not taken: %s", self.address, error.details())
         self._channel.close()
@@ -248,10 +256,7 @@ class Session:
     def _once(self, method: str, request: Any, timeout_s: float) -> Any:
         """Sends `request` once. Waits without holding off signals: whatever interrupts it cancels the
         request."""
-        try:
-            future = self._methods[method].future(request, timeout=timeout_s, wait_for_ready=True)
-        except (ValueError, RuntimeError) as error:  # the channel was closed by another thread; the interpreter ends
-            raise StaleHandle(f"the connection to {self.address} was closed: {error}") from None
+        future = self._start(method, request, timeout_s)
         done = threading.Event()
         future.add_done_callback(lambda _: done.set())
         try:
@@ -260,6 +265,13 @@ class Session:
             future.cancel()
             raise
         return future.result()
+
+    def _start(self, method: str, request: Any, timeout_s: float) -> Any:
+        """Sends `request`; returns the future of its answer."""
+        try:
+            return self._methods[method].future(request, timeout=timeout_s, wait_for_ready=True)
+        except (ValueError, RuntimeError) as error:  # another thread closed the channel; the interpreter ends
+            raise StaleHandle(f"the connection to {self.address} was closed: {error}") from None
 
     def open_stream(self, method: str, request: Any) -> Any:
         """Opens a stream of answers; waits for the server to be there when it is read."""
@@ -292,7 +304,7 @@ class Session:
         return min([*leases, self.lease_s]) / BEATS_PER_LEASE
 
     def _beat(self) -> None:
-        """The heartbeat thread: renews all leases until the session is closed."""
+        """The heartbeat thread: renews all leases until the client is closed."""
         while not self._closed.is_set():
             self._renew()
             self._beat_soon.wait(self._interval_s())
@@ -304,7 +316,7 @@ class Session:
             request = pb.HeartbeatRequest(
                 client_id=self.client_id, member=self._member, entries=len(self._published))
             reply = self._once("Heartbeat", request, max(self._interval_s(), LATE_S))
-            self._gone |= frozenset(reply.gone_ranks)
+            self._lose(reply.gone_ranks)
             if reply.republish:
                 self._restore_entries()
         except grpc.RpcError as error:
@@ -317,30 +329,35 @@ class Session:
 
     def _restored(self, deadline_s: float) -> Exception | None:
         """Puts back what the server has forgotten. Returns None, or why it cannot be."""
+        out: Exception | None = None
         with self._restore_lock:
             try:
                 if self._member:
-                    self._resume(deadline_s)
+                    out = self._resume(deadline_s)
                 self._restore_entries()
             except grpc.RpcError as error:
-                answer = from_status(error)
-                if isinstance(answer, ConnectionLost) and is_ours(error):
-                    self._gone |= {self.rank}
-                    return answer
                 log.debug("%s could not be put back: %s", self.client_id, error.details())
-                return DeadlineExceeded(str(answer))
+                return out or DeadlineExceeded(f"the control plane at {self.address} went away: {error.details()}")
             except OnesidedError as error:
                 return error
         log.info("the control plane at %s restarted; %s is registered again", self.address, self.client_id)
-        return None
+        return out
 
-    def _resume(self, deadline_s: float) -> None:
-        """Puts back the membership, and what this member gave to the last two collectives, in order."""
+    def _resume(self, deadline_s: float) -> Exception | None:
+        """Puts back the membership, and what this member gave to the last two collectives, in order. Returns
+        None, or that this member is out of its group."""
         for given in self._given or [_Given(0, "", None)]:
             request = pb.ResumeRequest(
                 client_id=self.client_id, group=self.name, size=self.size, rank=self.rank, epoch=self.epoch,
                 lease_s=self.lease_s, sequence=given.sequence, operation=given.operation, payload=given.payload)
-            self._once("Resume", request, max(deadline_s - time.monotonic(), LATE_S))
+            try:
+                self._once("Resume", request, max(deadline_s - time.monotonic(), LATE_S))
+            except grpc.RpcError as error:
+                if not is_ours(error):
+                    raise
+                self._lose([self.rank])
+                return from_status(error)
+        return None
 
     def _restore_entries(self) -> None:
         """Publishes again what the server lost; entries that were taken over meanwhile are let go."""
@@ -348,17 +365,25 @@ class Session:
             for name in sorted(self._doubtful):
                 with contextlib.suppress(OnesidedError):  # it belongs to another, or the server is away again
                     self.withdraw(name)
-            for name, published in list(self._published.items()):
-                request = pb.PublishRequest(
-                    client_id=self.client_id, name=name, value=published.value, lease_s=published.lease_s,
-                    version=published.version)
-                try:
-                    self._once("Publish", request, REPLY_S)
-                except grpc.RpcError as error:
-                    if not is_ours(error):
-                        raise
-                    log.warning("%r is no longer published by this process: %s", name, error.details())
-                    del self._published[name]
+            names = list(self._published)
+            for start in range(0, len(names), RESTORED_AT_ONCE):
+                self._check()  # nothing is put back after the goodbye
+                sent = [(name, self._restore_entry(name)) for name in names[start:start + RESTORED_AT_ONCE]]
+                for name, answer in sent:
+                    try:
+                        answer.result()
+                    except grpc.RpcError as error:
+                        if not is_ours(error):
+                            raise
+                        log.warning("%r is no longer published by this process: %s", name, error.details())
+                        del self._published[name]
+
+    def _restore_entry(self, name: str) -> Any:
+        published = self._published[name]
+        request = pb.PublishRequest(
+            client_id=self.client_id, name=name, value=published.value, lease_s=published.lease_s,
+            version=published.version)
+        return self._start("Publish", request, REPLY_S)
 
 
 class _WatchReader:
@@ -369,8 +394,8 @@ class _WatchReader:
     `BACK_S` to put it back.
     """
 
-    def __init__(self, session: Session, prefix: str, mailbox: Mailbox) -> None:
-        self._session = session
+    def __init__(self, client: Client, prefix: str, mailbox: Mailbox) -> None:
+        self._client = client
         self._prefix = prefix
         self._mailbox = mailbox
         self._stopped = threading.Event()
@@ -402,7 +427,7 @@ class _WatchReader:
                 if is_ours(error) or error.code() == grpc.StatusCode.UNIMPLEMENTED:
                     self._mailbox.fail(from_status(error))
                     return
-                log.debug("watch of %r at %s broke: %s", self._prefix, self._session.address, error.details())
+                log.debug("watch of %r at %s broke: %s", self._prefix, self._client.address, error.details())
             except StaleHandle:
                 return
             self._stopped.wait(pause_s)
@@ -412,7 +437,7 @@ class _WatchReader:
         with self._lock:
             self._forget_patience()
             self._missing = set(self._known)
-            self._stream = self._session.open_stream("Watch", pb.WatchRequest(prefix=self._prefix))
+            self._stream = self._client.open_stream("Watch", pb.WatchRequest(prefix=self._prefix))
             if self._stopped.is_set():
                 self._stream.cancel()
             return self._stream
