@@ -10,6 +10,7 @@
 #include <numeric>
 #include <thread>
 
+#include "core/error.h"
 #include "core/event.h"
 #include "core/process.h"
 
@@ -158,6 +159,21 @@ constexpr const char* kMethodNames[] = {"plain", "non-temporal", "plain on two t
 constexpr unsigned kMethods = 4;
 constexpr unsigned kTwoThreads = 2;  // methods from here on use the helper; the odd ones are non-temporal
 
+// `method`, or the nearest to it that this machine has.
+unsigned usable(unsigned method) {
+  static const bool two = usable_processors() > 1;
+  if (streaming() == nullptr) method &= ~1u;
+  return two ? method : method % kTwoThreads;
+}
+
+// False if it was meant for two threads but the helper was in use: that says nothing about the method's speed.
+bool copy_by(unsigned method, char* target, const char* source, std::size_t nbytes) {
+  const CopyFunction function = method % 2 == 1 ? streaming() : copy_plain;
+  if (method >= kTwoThreads && Helper::instance().copy(function, target, source, nbytes)) return true;
+  function(target, source, nbytes);
+  return method < kTwoThreads;
+}
+
 constexpr const char* kClassNames[] = {"1-4 MiB", "4-16 MiB", "16 MiB"};
 constexpr unsigned kClasses = 3;
 
@@ -170,6 +186,8 @@ unsigned class_of(std::size_t nbytes) {
 // first time, a second core that is busy, a virtual machine that has moved. After the first rounds the losers are tried again ever more rarely.
 class Chooser {
  public:
+  Chooser() { hold_over_fork(mutex_); }
+
   unsigned next() {
     std::lock_guard lock(mutex_);
     const unsigned turn = turn_++;
@@ -196,13 +214,6 @@ class Chooser {
   }
 
  private:
-  static unsigned usable(unsigned method) {
-    static const bool two = usable_processors() > 1;
-    if (streaming() == nullptr) method &= ~1u;
-    if (!two) method %= kTwoThreads;
-    return method;
-  }
-
   // The mean of the last tries without the slowest, which noise has spoilt. Not the fastest: two threads now and then find
   // the helper awake, and it is what they mostly do that counts.
   double speed(unsigned method) const {
@@ -241,12 +252,8 @@ Chooser& chooser(unsigned size_class) {
 void copy_piece(char* target, const char* source, std::size_t nbytes) {
   Chooser& choice = chooser(class_of(nbytes));
   const unsigned method = choice.next();
-  const CopyFunction function = method % 2 == 1 ? streaming() : copy_plain;
   const auto begin = std::chrono::steady_clock::now();
-  if (method < kTwoThreads || !Helper::instance().copy(function, target, source, nbytes)) {
-    function(target, source, nbytes);
-    if (method >= kTwoThreads) return;  // the helper was in use: this says nothing about two threads
-  }
+  if (!copy_by(method, target, source, nbytes)) return;
   const std::chrono::duration<double, std::nano> took = std::chrono::steady_clock::now() - begin;
   choice.record(method, static_cast<double>(nbytes) / std::max(took.count(), 1.0));
 }
@@ -280,6 +287,20 @@ std::vector<CopyMeasurement> copy_measurements() {
     chooser(size_class).report(kClassNames[size_class], rows);
   }
   return rows;
+}
+
+std::vector<std::string> copy_methods() {
+  std::vector<std::string> names;
+  for (unsigned method = 0; method < kMethods; ++method) {
+    if (usable(method) == method) names.push_back(kMethodNames[method]);
+  }
+  return names;
+}
+
+void copy_memory_by(const std::string& method, void* target, const void* source, std::size_t nbytes) {
+  const auto named = std::find(std::begin(kMethodNames), std::end(kMethodNames), method);
+  if (named == std::end(kMethodNames)) fail(ErrorKind::Unsupported, "no copy method is called '", method, "'");
+  copy_by(usable(static_cast<unsigned>(named - kMethodNames)), static_cast<char*>(target), static_cast<const char*>(source), nbytes);
 }
 
 }  // namespace onesided

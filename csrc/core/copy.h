@@ -33,4 +33,9 @@ struct CopyMeasurement {
 };
 std::vector<CopyMeasurement> copy_measurements();
 
+// The names of the methods that this machine has, and one copy by one of them, whatever its size and speed. For tests; the
+// ranges must not overlap.
+std::vector<std::string> copy_methods();
+void copy_memory_by(const std::string& method, void* target, const void* source, std::size_t nbytes);
+
 }  // namespace onesided

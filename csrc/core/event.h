@@ -40,9 +40,10 @@ class Event {
     if (waiters_.load(std::memory_order_seq_cst) != 0) wake();
   }
 
-  // Waits until `ready()` is true and returns true, or false when the deadline passed first. `ready` may throw.
+  // Waits until `ready()` is true and returns true, or false when the deadline passed first. `ready` may throw. `slept`
+  // becomes true if the wait outlasted its spin.
   template <class Ready>
-  bool await(Ready&& ready, const Deadline& deadline, std::chrono::nanoseconds spin = kSpin);
+  bool await(Ready&& ready, const Deadline& deadline, std::chrono::nanoseconds spin = kSpin, bool* slept = nullptr);
 
  private:
   void wake();
@@ -54,7 +55,7 @@ class Event {
 static_assert(sizeof(Event) == 8, "Event is part of the layout of shared memory");
 
 template <class Ready>
-bool Event::await(Ready&& ready, const Deadline& deadline, std::chrono::nanoseconds spin) {
+bool Event::await(Ready&& ready, const Deadline& deadline, std::chrono::nanoseconds spin, bool* slept) {
   if (ready()) return true;
   if (spin = useful_spin(spin); spin.count() > 0) {
     // The clock is read after the first microsecond or so: until then it would only delay the answer.
@@ -87,6 +88,7 @@ bool Event::await(Ready&& ready, const Deadline& deadline, std::chrono::nanoseco
     if (ready()) return true;
     const auto nap = deadline.left(interruptible() ? kNap : kLongNap);
     if (nap.count() == 0) return false;
+    if (slept != nullptr) *slept = true;
     sleep(seen, nap);
     check_interrupt();
   }

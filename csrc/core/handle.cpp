@@ -98,7 +98,9 @@ Endpoint Endpoint::from_bytes(std::string_view bytes) {
   check_magic(reader, kEndpointMagic, "an endpoint");
   Endpoint endpoint{};
   endpoint.kind = checked_kind(reader.get<std::uint8_t>());
-  endpoint.shared = reader.get<std::uint8_t>() != 0;
+  const auto shared = reader.get<std::uint8_t>();
+  if (shared > 1) fail(ErrorKind::Handle, "an endpoint is of unknown use ", unsigned{shared});
+  endpoint.shared = shared != 0;
   endpoint.transport = reader.get_token();
   endpoint.host = reader.get_token();
   endpoint.endpoint_id = reader.get<std::uint64_t>();

@@ -21,21 +21,33 @@ thread_local InterruptCheck interrupt = nullptr;
 struct Inherited {
   std::mutex mutex;
   std::vector<int> fds;
+  std::vector<std::mutex*> held;
+
+  void lock() {
+    mutex.lock();
+    for (auto* other : held) other->lock();
+  }
+  void unlock() {
+    for (auto* other : held) other->unlock();
+    mutex.unlock();
+  }
 };
 Inherited& inherited() {
   static Inherited* const instance = [] {
     auto* made = new Inherited;
-    pthread_atfork([] { inherited().mutex.lock(); }, [] { inherited().mutex.unlock(); },
+    pthread_atfork([] { inherited().lock(); }, [] { inherited().unlock(); },
                    [] {
                      generation.fetch_add(1);
                      for (int fd : inherited().fds) ::close(fd);
                      inherited().fds.clear();
-                     inherited().mutex.unlock();
+                     inherited().unlock();
                    });
     return made;
   }();
   return *instance;
 }
+// From the start, so that every fork is counted.
+[[maybe_unused]] const Inherited& registered = inherited();
 
 }  // namespace
 
@@ -59,6 +71,11 @@ void forget_in_forked_child(int fd) {
   std::lock_guard lock(inherited().mutex);
   auto& fds = inherited().fds;
   fds.erase(std::remove(fds.begin(), fds.end(), fd), fds.end());
+}
+
+void hold_over_fork(std::mutex& mutex) {
+  std::lock_guard lock(inherited().mutex);
+  inherited().held.push_back(&mutex);
 }
 
 unsigned usable_processors() {

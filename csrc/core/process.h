@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <mutex>
 
 namespace onesided {
 
@@ -15,6 +16,10 @@ void check_not_forked(std::uint32_t made_in, const char* what);
 // Descriptors that a forked child must not keep open, so that a peer sees the end of a connection when the parent ends.
 void close_in_forked_child(int fd);
 void forget_in_forked_child(int fd);
+
+// A mutex of the process's own: nobody holds it at the moment of a fork, so that the child can use what it guards. It must
+// live for ever, and no other such mutex may be taken while it is held.
+void hold_over_fork(std::mutex& mutex);
 
 // Processors that this process may run on, at least 1.
 unsigned usable_processors();

@@ -3,12 +3,16 @@
 #include <map>
 #include <mutex>
 
+#include "core/process.h"
+
 namespace onesided {
 namespace {
 
 struct Registry {
   std::mutex mutex;
   std::map<std::pair<std::string, std::string>, std::shared_ptr<Counters>> counters;
+
+  Registry() { hold_over_fork(mutex); }
 };
 
 Registry& registry() {

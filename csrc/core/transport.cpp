@@ -53,7 +53,10 @@ std::uint64_t wait_signal(const Memory& memory, Counters& counters, std::uint32_
     }
     return false;
   };
-  if (!control.event().await(ready, deadline, spin)) {
+  bool slept = false;
+  const bool in_time = control.event().await(ready, deadline, spin, &slept);
+  if (slept) counters.add(Count::Sleeps);
+  if (!in_time) {
     fail(ErrorKind::DeadlineExceeded, "wait_signal: signal ", index, " stands at ", value, ", waited for ", at_least);
   }
   return value;

@@ -2,6 +2,8 @@
 
 #include <exception>
 
+#include "core/process.h"
+
 namespace onesided {
 
 Window::Window(std::string name, std::shared_ptr<Memory> memory, std::vector<std::shared_ptr<Target>> targets,
@@ -11,6 +13,7 @@ Window::Window(std::string name, std::shared_ptr<Memory> memory, std::vector<std
       targets_(std::move(targets)),
       rank_(rank),
       waits_(counters_for("window", name_)),
+      made_in_(fork_generation()),
       acknowledged_(targets_.size()) {}
 
 void Window::refuse_rank(const char* operation, std::int64_t peer) const {
@@ -19,6 +22,7 @@ void Window::refuse_rank(const char* operation, std::int64_t peer) const {
 }
 
 Memory& Window::own_memory(const char* operation) const {
+  check_not_forked(made_in_, "this window");
   if (memory_ == nullptr) {
     fail(ErrorKind::Unsupported, operation, ": window '", name_, "' is attached: its memory and its signals belong to its owner");
   }
@@ -33,18 +37,17 @@ std::uint64_t Window::wait_signal(std::uint32_t index, std::optional<std::uint64
   check_signal("wait_signal", name_, index, memory.control().signals());
   const auto watch = [&] { check_sources(source); };
   if (at_least) return onesided::wait_signal(memory, *waits_, index, *at_least, deadline, spin, watch);
-  // Each such wait takes a number, so that two threads never consume the same signal.
-  std::uint64_t wanted;
-  {
-    std::lock_guard lock(consumed_mutex_);
-    wanted = ++consumed_[index];
-  }
-  try {
-    return onesided::wait_signal(memory, *waits_, index, wanted, deadline, spin, watch);
-  } catch (...) {
-    std::lock_guard lock(consumed_mutex_);
-    --consumed_[index];
-    throw;
+  // Whoever of several threads sees the next signal first takes it; the others wait for the one after.
+  std::unique_lock lock(consumed_mutex_);
+  std::uint64_t& consumed = consumed_[index];
+  for (;;) {
+    const std::uint64_t wanted = consumed + 1;
+    lock.unlock();
+    const std::uint64_t value = onesided::wait_signal(memory, *waits_, index, wanted, deadline, spin, watch);
+    lock.lock();
+    if (!reached(value, consumed + 1)) continue;
+    ++consumed;
+    return value;
   }
 }
 
@@ -64,6 +67,7 @@ std::uint64_t Window::signal_value(std::uint32_t index) const {
 
 void Window::flush_all(const Deadline& deadline) {
   std::exception_ptr first;
+  check_not_forked(made_in_, "this window");
   if (closed()) fail(ErrorKind::StaleHandle, "flush: this window is closed");
   for (const auto& target : targets_) {
     if (!target->unflushed()) continue;

@@ -36,7 +36,8 @@ class Window {
 
   // `source`: wait for signals of this rank only, and fail at once when it is lost. Without it the signal may come from
   // anybody, and the wait fails as soon as anybody is lost who was not acknowledged (see acknowledge_lost). Without
-  // `at_least`, consumes one: waits for one more than all such waits on this index have consumed.
+  // `at_least`, consumes one: waits for one more than all such waits on this index have consumed. A wait that fails
+  // consumes nothing.
   std::uint64_t wait_signal(std::uint32_t index, std::optional<std::uint64_t> at_least, std::optional<std::int64_t> source,
                             const Deadline& deadline, std::chrono::nanoseconds spin);
   std::uint64_t signal_value(std::uint32_t index) const;
@@ -62,6 +63,7 @@ class Window {
   const std::vector<std::shared_ptr<Target>> targets_;
   const std::optional<unsigned> rank_;
   const std::shared_ptr<Counters> waits_;
+  const std::uint32_t made_in_;
   std::atomic<bool> closed_{false};
   std::vector<std::atomic<bool>> acknowledged_;
   std::mutex consumed_mutex_;

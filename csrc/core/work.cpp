@@ -82,7 +82,10 @@ void Work::finish(std::optional<Error> error) {
 }
 
 void Work::wait(const Deadline& deadline) {
-  if (!done() && !finished_.await([this] { return done(); }, deadline)) strand_->cancel(shared_from_this());
+  if (!done()) {
+    check_not_forked(strand_->made_in_, "this operation");
+    if (!finished_.await([this] { return done(); }, deadline)) strand_->cancel(shared_from_this());
+  }
   observed_.store(true);
   if (state_.load(std::memory_order_acquire) == Failed) throw *error_;
 }
@@ -96,6 +99,7 @@ std::optional<Error> Work::error() {
 // ---- Strand -------------------------------------------------------------------------------------------------------
 
 std::shared_ptr<Work> Strand::submit(Work::Body body, const Deadline& deadline) {
+  check_not_forked(made_in_, "this window");
   auto work = std::make_shared<Work>(shared_from_this());
   work->body_ = std::move(body);
   std::unique_lock lock(mutex_);
@@ -166,11 +170,32 @@ bool Strand::run_one() {
 
 // With mutex_ held: `work` has finished.
 void Strand::settle(const std::shared_ptr<Work>& work) {
-  if (work->error_ && failed_ == nullptr) {
-    failed_ = work;
+  failures_ += work->error_.has_value();
+  if (work->error_ && failed_.size() < kMostQueued) {
+    failed_.push_back(work);
   } else {
     unsettled_.fetch_sub(1);
   }
+}
+
+// With mutex_ held: all but the oldest `but`.
+void Strand::forget_failures(std::size_t but) {
+  while (failed_.size() > but) {
+    failed_.pop_back();
+    unsettled_.fetch_sub(1);
+  }
+}
+
+std::uint64_t Strand::failures_told() {
+  std::lock_guard lock(mutex_);
+  return failures_ - static_cast<std::uint64_t>(std::count_if(failed_.begin(), failed_.end(), [](const auto& work) {
+           return !work->observed_.load();
+         }));
+}
+
+bool Strand::failed_beyond(std::uint64_t told) {
+  std::lock_guard lock(mutex_);
+  return failures_ > told;
 }
 
 void Strand::cancel(const std::shared_ptr<Work>& work) {
@@ -201,6 +226,7 @@ void Strand::end_queued(std::unique_lock<std::mutex>& lock, Queue::iterator firs
 }
 
 void Strand::drain(const Deadline& deadline) {
+  check_not_forked(made_in_, "this window");
   if (idle()) return;
   const auto empty = [this] {
     std::lock_guard look(mutex_);
@@ -208,19 +234,22 @@ void Strand::drain(const Deadline& deadline) {
   };
   if (!changed_.await(empty, deadline)) {
     std::unique_lock lock(mutex_);
+    const std::size_t before = failed_.size();  // what fails from here on is told by the error below
     if (running_ != nullptr) running_->cancelled_.store(true);
     end_queued(lock, queue_.begin());
     InterruptScope undisturbed(nullptr);
     changed_.await(empty, Deadline::never());
+    lock.lock();
+    forget_failures(before);
     fail(ErrorKind::DeadlineExceeded, "the deadline passed before all earlier operations were complete; the rest are cancelled");
   }
   std::unique_lock lock(mutex_);
-  const std::shared_ptr<Work> failed = std::move(failed_);
-  failed_ = nullptr;
-  if (failed == nullptr) return;
-  unsettled_.fetch_sub(1);
+  const Queue failed = failed_;
+  forget_failures(0);
   lock.unlock();
-  if (!failed->observed_.exchange(true)) throw *failed->error_;
+  for (const auto& work : failed) {
+    if (!work->observed_.exchange(true)) throw *work->error_;
+  }
 }
 
 void Strand::close(const Deadline& deadline) noexcept {
@@ -229,6 +258,9 @@ void Strand::close(const Deadline& deadline) noexcept {
   } catch (const std::exception&) {
     // Each Work carries its own error; the strand has nobody left to tell.
   }
+  if (made_in_ != fork_generation()) return;
+  std::lock_guard lock(mutex_);
+  forget_failures(0);
 }
 
 }  // namespace onesided

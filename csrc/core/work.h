@@ -12,6 +12,7 @@
 #include "core/deadline.h"
 #include "core/error.h"
 #include "core/event.h"
+#include "core/process.h"
 
 namespace onesided {
 
@@ -29,7 +30,7 @@ class Work : public std::enable_shared_from_this<Work> {
   // What an operation that was over when it returned hands out; always the same object.
   static const std::shared_ptr<Work>& completed();
 
-  bool done() const { return state_.load(std::memory_order_acquire) >= Succeeded; }
+  bool done() const { return state_.load(std::memory_order_seq_cst) >= Succeeded; }
 
   // Returns when the operation succeeded; throws its error if it failed. A deadline is a fence: when it passes, the
   // operation is cancelled, with all that were queued behind it for the same peer (they may depend on it), and this
@@ -69,6 +70,11 @@ class Strand : public std::enable_shared_from_this<Strand> {
   // deadline passes, cancels what is left and throws DeadlineExceeded.
   void drain(const Deadline& deadline);
 
+  // For an operation that must not run if one before it failed. Asked when it is issued: how many failures somebody has
+  // been told of. Asked when it runs, with that number: whether there were others.
+  std::uint64_t failures_told();
+  bool failed_beyond(std::uint64_t told);
+
   // Drains until the deadline, then cancels; throws nothing and leaves no operation behind. Waits of the works end.
   void close(const Deadline& deadline) noexcept;
 
@@ -82,16 +88,20 @@ class Strand : public std::enable_shared_from_this<Strand> {
   bool run_one();
 
  private:
+  friend class Work;
   using Queue = std::deque<std::shared_ptr<Work>>;
   void settle(const std::shared_ptr<Work>& work);
   void end_queued(std::unique_lock<std::mutex>& lock, Queue::iterator first);
+  void forget_failures(std::size_t but);
 
+  const std::uint32_t made_in_ = fork_generation();
   std::mutex mutex_;
   Queue queue_;
   std::shared_ptr<Work> running_;
   bool scheduled_ = false;                 // a pool thread has this strand, or will
-  std::shared_ptr<Work> failed_;           // the first failure since the last drain
-  std::atomic<std::size_t> unsettled_{0};  // operations not over, plus one while there is a failed_
+  Queue failed_;                           // since the last drain, oldest first, kMostQueued at most
+  std::uint64_t failures_ = 0;             // ever
+  std::atomic<std::size_t> unsettled_{0};  // operations not over, plus those in failed_
   Event changed_;
 };
 

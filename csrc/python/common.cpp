@@ -75,6 +75,8 @@ struct ExchangeTable {
   void* current_stream;
 };
 
+constexpr std::uint8_t kComplex = 5;  // DLDataTypeCode
+
 using Describe = int (*)(void*, nb::dlpack::dltensor*);
 
 // The function for objects of `type`, or null. Cached for the last type seen: programs put tensors, and then more tensors.
@@ -125,6 +127,23 @@ bool is_torch_tensor(nb::handle object) {
   fail(ErrorKind::Unsupported, what, " lies in memory of device '", device, "', which this transport cannot reach yet; copy it to the CPU first");
 }
 
+std::string spelled(const nb::object& object) {
+  return nb::str(object).c_str();
+}
+
+// A torch tensor whose bytes are not its values: lazily conjugated or negated. DLPack's table does not tell.
+bool is_lazy(nb::handle tensor) {
+  const auto says = [&](const char* question) {
+    const nb::object method = nb::getattr(tensor, question, nb::none());
+    return !method.is_none() && nb::cast<bool>(method());
+  };
+  return says("is_conj") || says("is_neg");
+}
+
+[[noreturn]] void refuse_lazy(const char* what) {
+  fail(ErrorKind::Layout, what, " is a lazy conjugate or negative view, its bytes are not its values; pass x.resolve_conj().resolve_neg()");
+}
+
 std::string type_of(nb::handle object) {
   return Py_TYPE(object.ptr())->tp_name;
 }
@@ -134,6 +153,10 @@ std::string type_of(nb::handle object) {
 void Blocking::check_signals() {
   nb::gil_scoped_acquire held;
   if (PyErr_CheckSignals() != 0) nb::raise_python_error();
+}
+
+void release_kept_objects() {
+  if (released().any.load()) let_go_of_all(nullptr);
 }
 
 Keepalive keep_object(nb::handle object) {
@@ -230,11 +253,11 @@ Keepalive Buffer::keep() {
 }
 
 bool Buffer::from_own(nb::handle object) {
-  if (nb::isinstance<PyView>(object)) {
+  if (nb::isinstance<PyView>(object) && nb::inst_ready(object)) {
     const PyView& view = *nb::inst_ptr<PyView>(object);
     data_ = static_cast<char*>(view.owner().core->data()) + view.offset;
     nbytes_ = view.nbytes;
-  } else if (nb::isinstance<PyMemory>(object)) {
+  } else if (nb::isinstance<PyMemory>(object) && nb::inst_ready(object)) {
     const PyMemory& memory = *nb::inst_ptr<PyMemory>(object);
     data_ = memory.core->data();
     nbytes_ = memory.core->nbytes();
@@ -254,11 +277,13 @@ bool Buffer::from_exchange(nb::handle object, const char* what) {
   }
   const int device = tensor.device.device_type;
   if (device != nb::device::cpu::value && device != nb::device::cuda_host::value) {
-    refuse_device(what, nb::str(nb::getattr(object, "device", nb::str("unknown"))).c_str());
+    refuse_device(what, spelled(nb::getattr(object, "device", nb::str("unknown"))));
   }
   if (!is_compact(tensor)) refuse_strided(what);
   std::uint64_t elements = 1;
   for (int i = 0; i < tensor.ndim; ++i) elements *= static_cast<std::uint64_t>(tensor.shape[i]);
+  // Complex tensors can be lazy, and single numbers that are the imaginary part of such a one: longer ones are strided.
+  if ((tensor.dtype.code == kComplex || elements == 1) && is_lazy(object)) refuse_lazy(what);
   set(static_cast<char*>(tensor.data) + tensor.byte_offset, (elements * tensor.dtype.bits * tensor.dtype.lanes + 7) / 8,
       object, what);
   return true;
@@ -266,13 +291,11 @@ bool Buffer::from_exchange(nb::handle object, const char* what) {
 
 void Buffer::from_torch(nb::handle object, const char* what) {
   const std::string device = nb::cast<std::string>(object.attr("device").attr("type"));
-  if (device != "cpu") refuse_device(what, nb::str(object.attr("device")).c_str());
-  if (!nb::str(object.attr("layout")).equal(nb::str("torch.strided"))) {
-    fail(ErrorKind::Layout, what, " has layout ", nb::str(object.attr("layout")).c_str(), "; a dense tensor is needed");
+  if (device != "cpu") refuse_device(what, spelled(object.attr("device")));
+  if (const std::string layout = spelled(object.attr("layout")); layout != "torch.strided") {
+    fail(ErrorKind::Layout, what, " has layout ", layout, "; a dense tensor is needed");
   }
-  if (nb::cast<bool>(object.attr("is_conj")()) || nb::cast<bool>(object.attr("is_neg")())) {
-    fail(ErrorKind::Layout, what, " is a lazy conjugate or negative view, its bytes are not its values; pass x.resolve_conj().resolve_neg()");
-  }
+  if (is_lazy(object)) refuse_lazy(what);
   if (!nb::cast<bool>(object.attr("is_contiguous")())) refuse_strided(what);
   set(reinterpret_cast<void*>(nb::cast<std::uintptr_t>(object.attr("data_ptr")())),
       nb::cast<std::uint64_t>(object.attr("numel")()) * nb::cast<std::uint64_t>(object.attr("element_size")()), object, what);

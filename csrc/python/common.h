@@ -61,6 +61,8 @@ nb::dict to_dict(const Description& description);
 // Keeps a Python object alive from C++. It may be let go of on any thread without the GIL: the object is then released by
 // the next call into this library, or by the interpreter as soon as it looks.
 Keepalive keep_object(nb::handle object);
+// Releases at once what was let go of so far: for the end of a close(), where no lock of the library is held.
+void release_kept_objects();
 
 // The bytes of a Memory, a View, a tensor or any object with the buffer protocol, for the length of one call.
 class Buffer {

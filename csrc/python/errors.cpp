@@ -1,4 +1,5 @@
 #include <array>
+#include <cstring>
 #include <exception>
 
 #include "python/common.h"
@@ -14,15 +15,19 @@ std::array<PyObject*, kErrorKinds> classes{};
 
 void raise_in_python(const Error& error) {
   PyObject* type = classes[static_cast<unsigned>(error.kind())];
+  // A message may quote bytes of a peer, or be cut in the middle of a letter.
+  PyObject* message = PyUnicode_DecodeUTF8(error.what(), static_cast<Py_ssize_t>(std::strlen(error.what())), "backslashreplace");
+  if (message == nullptr) return;
   if (error.error_number() != 0 && PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(type), reinterpret_cast<PyTypeObject*>(PyExc_OSError))) {
     // Two arguments set errno of an OSError.
-    if (PyObject* arguments = Py_BuildValue("(is)", error.error_number(), error.what())) {
+    if (PyObject* arguments = Py_BuildValue("(iO)", error.error_number(), message)) {
       PyErr_SetObject(type, arguments);
       Py_DECREF(arguments);
     }
   } else {
-    PyErr_SetString(type, error.what());
+    PyErr_SetObject(type, message);
   }
+  Py_DECREF(message);
 }
 
 }  // namespace

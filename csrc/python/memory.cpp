@@ -4,12 +4,22 @@ namespace onesided::python {
 namespace {
 
 // Buffer protocol of Memory and View: one dimension of bytes, writable, valid for as long as the object lives.
+// One that came from __new__ alone has no memory.
+bool is_made(PyObject* self, Py_buffer* view) {
+  if (nb::inst_ready(self)) return true;
+  view->obj = nullptr;
+  PyErr_SetString(PyExc_BufferError, "this object was never initialized");
+  return false;
+}
+
 int get_memory_buffer(PyObject* self, Py_buffer* view, int flags) {
+  if (!is_made(self, view)) return -1;
   PyMemory& memory = *nb::inst_ptr<PyMemory>(nb::handle(self));
   return PyBuffer_FillInfo(view, self, memory.core->data(), static_cast<Py_ssize_t>(memory.core->nbytes()), 0, flags);
 }
 
 int get_view_buffer(PyObject* self, Py_buffer* view, int flags) {
+  if (!is_made(self, view)) return -1;
   PyView& bytes = *nb::inst_ptr<PyView>(nb::handle(self));
   return PyBuffer_FillInfo(view, self, static_cast<char*>(bytes.owner().core->data()) + bytes.offset,
                            static_cast<Py_ssize_t>(bytes.nbytes), 0, flags);
@@ -24,6 +34,15 @@ std::pair<std::uint64_t, std::uint64_t> to_range(nb::handle offset_bytes, nb::ha
   const std::uint64_t length = nbytes.is_none() ? limit - std::min(offset, limit) : to_u64(nbytes, "nbytes");
   check_bounds("view", "this memory", offset, length, limit);
   return {offset, length};
+}
+
+void close(const PyMemory& self, const Deadline& deadline) {
+  const auto memory = self.core;
+  {
+    Blocking blocking;
+    memory->close(deadline);
+  }
+  release_kept_objects();
 }
 
 nb::bytes to_bytes(const std::string& bytes) {
@@ -51,6 +70,7 @@ stay valid after close() for as long as they live.)")
       .def(
           "view",
           [](nb::handle_t<PyMemory> self, nb::handle offset_bytes, nb::handle nbytes) {
+            if (!nb::inst_ready(self)) throw nb::type_error("this object was never initialized");
             const auto [offset, length] = to_range(offset_bytes, nbytes, nb::inst_ptr<PyMemory>(self)->core->nbytes());
             return PyView{nb::borrow(self), offset, length};
           },
@@ -90,9 +110,7 @@ stay valid after close() for as long as they live.)")
           "close",
           [](PyMemory& self, nb::handle timeout_s) {
             const Deadline deadline = to_deadline(timeout_s);
-            const auto memory = self.core;
-            Blocking blocking;
-            memory->close(deadline);
+            close(self, deadline);
           },
           nb::arg("timeout_s").none() = 5.0, nb::sig("def close(self, timeout_s: float | None = 5.0) -> None"),
           R"(Ends all access. When it returns, no peer is in the middle of an operation, and later ones fail with StaleHandle.
@@ -106,9 +124,7 @@ Closing twice is legal.)")
       .def(
           "__exit__",
           [](PyMemory& self, nb::args) {
-            const auto memory = self.core;
-            Blocking blocking;
-            memory->close(Deadline::after(5));
+            close(self, Deadline::after(5));
           },
           nb::sig("def __exit__(self, *exception: object) -> None"))
       .def("__repr__", [](PyMemory& self) {
@@ -157,12 +173,17 @@ It is a value: it can be pickled, compared and cut, and gives access to nothing 
           nb::arg("offset_bytes") = 0, nb::arg("nbytes").none() = nb::none(),
           nb::sig("def view(self, offset_bytes: int = 0, nbytes: int | None = None) -> RemoteMemory"), "A part of it.")
       .def("__eq__", [](RemoteMemory& self, nb::handle other) {
-        return nb::isinstance<RemoteMemory>(other) && nb::inst_ptr<RemoteMemory>(other)->to_bytes() == self.to_bytes();
+        return nb::isinstance<RemoteMemory>(other) && nb::inst_ready(other) && nb::inst_ptr<RemoteMemory>(other)->to_bytes() == self.to_bytes();
       }, nb::sig("def __eq__(self, other: object, /) -> bool"))
       .def("__hash__", [](RemoteMemory& self) { return nb::hash(to_bytes(self.to_bytes())); })
       .def("__reduce__", [](nb::handle_t<RemoteMemory> self) {
-        return nb::make_tuple(self.type().attr("from_bytes"), nb::make_tuple(self.attr("to_bytes")()));
+        // Functions of an extension cannot be pickled: copyreg makes the empty object, __setstate__ fills it.
+        const nb::object make = nb::module_::import_("copyreg").attr("__newobj__");
+        return nb::make_tuple(make, nb::make_tuple(self.type()), self.attr("to_bytes")());
       }, nb::sig("def __reduce__(self) -> tuple[object, ...]"))
+      .def("__setstate__", [](RemoteMemory& self, nb::handle handle) {
+        new (&self) RemoteMemory(RemoteMemory::from_bytes(bytes_of(handle, "a handle")));
+      }, nb::arg("handle"), nb::sig("def __setstate__(self, handle: bytes) -> None"))
       .def("__repr__", [](RemoteMemory& self) {
         return text("<RemoteMemory of ", self.nbytes, " bytes at ", self.offset, ", ", name_of(self.kind), ", access '",
                     name_of(self.access), "'>");

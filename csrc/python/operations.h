@@ -33,34 +33,58 @@ inline How how(bool async_op, const Deadline& deadline, Buffer& buffer) {
   return how;
 }
 
-template <class Owner>
-nb::object put(const std::shared_ptr<Owner>& owner, Target& target, nb::handle source, nb::handle offset_bytes, nb::handle signal, nb::handle add,
-                      bool async_op, const Deadline& deadline) {
-  Buffer buffer(source, "the source", false);
-  const std::uint64_t offset = to_u64(offset_bytes, "offset_bytes");
-  const std::optional<Signal> then = to_signal(signal, add);
-  const How options = how(async_op, deadline, buffer);
-  return run(async_op || buffer.nbytes() > kCopyUnderGil || (then && target.busy()), owner,
-             [&] { return target.write(buffer.data(), buffer.nbytes(), offset, then, options); });
-}
+// The arguments of an operation as values. Converting them may run any Python (__index__, __float__, destructors), which
+// may even close the window: so everything is converted first, and the window is looked at after that.
+struct Put {
+  Buffer buffer;
+  const std::uint64_t offset;
+  const std::optional<Signal> then;
+  const How options;
 
-template <class Owner>
-nb::object get(const std::shared_ptr<Owner>& owner, Target& target, nb::handle destination, nb::handle offset_bytes, bool async_op,
-                      const Deadline& deadline) {
-  Buffer buffer(destination, "the destination", true);
-  const std::uint64_t offset = to_u64(offset_bytes, "offset_bytes");
-  const How options = how(async_op, deadline, buffer);
-  return run(async_op || buffer.nbytes() > kCopyUnderGil, owner,
-             [&] { return target.read(buffer.data(), buffer.nbytes(), offset, options); });
-}
+  Put(nb::handle source, nb::handle offset_bytes, nb::handle signal, nb::handle add, bool async_op, const Deadline& deadline)
+      : buffer(source, "the source", false),
+        offset(to_u64(offset_bytes, "offset_bytes")),
+        then(to_signal(signal, add)),
+        options(how(async_op, deadline, buffer)) {}
 
-template <class Owner>
-nb::object signal(const std::shared_ptr<Owner>& owner, Target& target, nb::handle index, nb::handle add, bool async_op, const Deadline& deadline) {
-  const Signal then{to_u32(index, "signal index"), to_word(add, "add")};
-  How how;
-  how.async = async_op;
-  how.deadline = deadline;
-  return run(async_op || target.busy(), owner, [&] { return target.signal(then, how); });
-}
+  template <class Owner>
+  nb::object run_on(const std::shared_ptr<Owner>& owner, Target& target) const {
+    return run(options.async || buffer.nbytes() > kCopyUnderGil || (then && target.busy()), owner,
+               [&] { return target.write(buffer.data(), buffer.nbytes(), offset, then, options); });
+  }
+};
+
+struct Get {
+  Buffer buffer;
+  const std::uint64_t offset;
+  const How options;
+
+  Get(nb::handle destination, nb::handle offset_bytes, bool async_op, const Deadline& deadline)
+      : buffer(destination, "the destination", true),
+        offset(to_u64(offset_bytes, "offset_bytes")),
+        options(how(async_op, deadline, buffer)) {}
+
+  template <class Owner>
+  nb::object run_on(const std::shared_ptr<Owner>& owner, Target& target) const {
+    return run(options.async || buffer.nbytes() > kCopyUnderGil, owner,
+               [&] { return target.read(buffer.data(), buffer.nbytes(), offset, options); });
+  }
+};
+
+struct SignalOnly {
+  const Signal then;
+  How options;
+
+  SignalOnly(nb::handle index, nb::handle add, bool async_op, const Deadline& deadline)
+      : then{to_u32(index, "signal index"), to_word(add, "add")} {
+    options.async = async_op;
+    options.deadline = deadline;
+  }
+
+  template <class Owner>
+  nb::object run_on(const std::shared_ptr<Owner>& owner, Target& target) const {
+    return run(options.async || target.busy(), owner, [&] { return target.signal(then, options); });
+  }
+};
 
 }  // namespace onesided::python

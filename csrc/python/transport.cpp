@@ -46,8 +46,9 @@ Thread-safe. Once lost it stays lost: make a new one.)")
           [](PyConnection& self, nb::handle source, RemoteMemory& remote, nb::handle offset_bytes, nb::handle signal,
              nb::handle add, bool async_op, nb::handle timeout_s) {
             const Deadline deadline = to_deadline(timeout_s);
+            const Put put(source, offset_bytes, signal, add, async_op, deadline);
             const auto target = self.target(remote, deadline);
-            return put(target, *target, source, offset_bytes, signal, add, async_op, deadline);
+            return put.run_on(target, *target);
           },
           nb::arg("source"), nb::arg("remote"), nb::arg("offset_bytes") = 0, nb::kw_only(), nb::arg("signal").none() = nb::none(),
           nb::arg("add") = 1, nb::arg("async_op") = false, nb::arg("timeout_s").none() = nb::none(),
@@ -58,8 +59,9 @@ Thread-safe. Once lost it stays lost: make a new one.)")
           [](PyConnection& self, nb::handle destination, RemoteMemory& remote, nb::handle offset_bytes, bool async_op,
              nb::handle timeout_s) {
             const Deadline deadline = to_deadline(timeout_s);
+            const Get get(destination, offset_bytes, async_op, deadline);
             const auto target = self.target(remote, deadline);
-            return get(target, *target, destination, offset_bytes, async_op, deadline);
+            return get.run_on(target, *target);
           },
           nb::arg("destination"), nb::arg("remote"), nb::arg("offset_bytes") = 0, nb::kw_only(), nb::arg("async_op") = false,
           nb::arg("timeout_s").none() = nb::none(),
@@ -69,8 +71,9 @@ Thread-safe. Once lost it stays lost: make a new one.)")
           "signal",
           [](PyConnection& self, RemoteMemory& remote, nb::handle index, nb::handle add, nb::handle timeout_s) {
             const Deadline deadline = to_deadline(timeout_s);
+            const SignalOnly signal(index, add, false, deadline);
             const auto target = self.target(remote, deadline);
-            return signal(target, *target, index, add, false, deadline);
+            return signal.run_on(target, *target);
           },
           nb::arg("remote"), nb::arg("index"), nb::arg("add") = 1, nb::kw_only(), nb::arg("timeout_s").none() = nb::none(),
           nb::sig("def signal(self, remote: RemoteMemory, index: int, add: int = 1, *, timeout_s: float | None = None) -> Work"),
@@ -157,7 +160,7 @@ Thread-safe. Once lost it stays lost: make a new one.)")
             Blocking blocking;
             return PyMemory{transport->allocate(size, permitted, counters, peers)};
           },
-          nb::arg("nbytes"), nb::arg("access") = "rw", nb::kw_only(), nb::arg("signals") = 0, nb::arg("max_peers") = kDefaultSlots,
+          nb::keep_alive<0, 1>(), nb::arg("nbytes"), nb::arg("access") = "rw", nb::kw_only(), nb::arg("signals") = 0, nb::arg("max_peers") = kDefaultSlots,
           nb::sig("def allocate(self, nbytes: int, access: str = 'rw', *, signals: int = 0, max_peers: int = 256) -> Memory"),
           R"(New memory that peers map: zeroed, its pages present, gone with its last user however that ends.
 
@@ -170,7 +173,7 @@ Thread-safe. Once lost it stays lost: make a new one.)")
             Buffer bytes(buffer, "the memory to register", permits(permitted, Access::Write));
             return PyMemory{self.core->register_memory(bytes.data(), bytes.nbytes(), permitted, counters, peers, bytes.keep())};
           },
-          nb::arg("buffer"), nb::arg("access") = "rw", nb::kw_only(), nb::arg("signals") = 0, nb::arg("max_peers") = kDefaultSlots,
+          nb::keep_alive<0, 1>(), nb::arg("buffer"), nb::arg("access") = "rw", nb::kw_only(), nb::arg("signals") = 0, nb::arg("max_peers") = kDefaultSlots,
           nb::sig("def register_memory(self, buffer: object, access: str = 'rw', *, signals: int = 0, max_peers: int = 256) -> Memory"),
           R"(Makes a tensor or buffer known to peers, without a copy, and keeps it alive until the Memory is closed.
 
@@ -191,7 +194,7 @@ where the system permits that (they are told at their first operation if not), a
             Blocking blocking;
             return PyConnection(transport->connect(peer, label, deadline));
           },
-          nb::arg("endpoint"), nb::kw_only(), nb::arg("name") = "", nb::arg("timeout_s").none() = 30.0,
+          nb::keep_alive<0, 1>(), nb::arg("endpoint"), nb::kw_only(), nb::arg("name") = "", nb::arg("timeout_s").none() = 30.0,
           nb::sig("def connect(self, endpoint: bytes, *, name: str = '', timeout_s: float | None = 30.0) -> Connection"),
           R"(Connects to the peer that bound `endpoint`, in any order with its own connect(). `name` is used in messages.
 

@@ -52,8 +52,10 @@ void register_window(nb::module_& m) {
           "put",
           [](PyWindow& self, nb::handle source, nb::handle peer, nb::handle offset_bytes, nb::handle signal, nb::handle add,
              bool async_op, nb::handle timeout_s) {
+            const std::int64_t rank = to_rank(peer);
+            const Put put(source, offset_bytes, signal, add, async_op, to_deadline(timeout_s));
             const auto& window = self.open("put");
-            return put(window, window->target("put", to_rank(peer)), source, offset_bytes, signal, add, async_op, to_deadline(timeout_s));
+            return put.run_on(window, window->target("put", rank));
           },
           nb::arg("source"), nb::arg("peer"), nb::arg("offset_bytes") = 0, nb::kw_only(), nb::arg("signal").none() = nb::none(),
           nb::arg("add") = 1, nb::arg("async_op") = false, nb::arg("timeout_s").none() = nb::none(),
@@ -73,8 +75,10 @@ put are undefined, all others are unchanged.)")
       .def(
           "get",
           [](PyWindow& self, nb::handle destination, nb::handle peer, nb::handle offset_bytes, bool async_op, nb::handle timeout_s) {
+            const std::int64_t rank = to_rank(peer);
+            const Get get(destination, offset_bytes, async_op, to_deadline(timeout_s));
             const auto& window = self.open("get");
-            return get(window, window->target("get", to_rank(peer)), destination, offset_bytes, async_op, to_deadline(timeout_s));
+            return get.run_on(window, window->target("get", rank));
           },
           nb::arg("destination"), nb::arg("peer"), nb::arg("offset_bytes") = 0, nb::kw_only(), nb::arg("async_op") = false,
           nb::arg("timeout_s").none() = nb::none(),
@@ -85,8 +89,10 @@ A get is not ordered against a put of somebody else: wait for a signal that says
       .def(
           "signal",
           [](PyWindow& self, nb::handle peer, nb::handle index, nb::handle add, bool async_op, nb::handle timeout_s) {
+            const std::int64_t rank = to_rank(peer);
+            const SignalOnly signal(index, add, async_op, to_deadline(timeout_s));
             const auto& window = self.open("signal");
-            return signal(window, window->target("signal", to_rank(peer)), index, add, async_op, to_deadline(timeout_s));
+            return signal.run_on(window, window->target("signal", rank));
           },
           nb::arg("peer"), nb::arg("index"), nb::arg("add") = 1, nb::kw_only(), nb::arg("async_op") = false,
           nb::arg("timeout_s").none() = nb::none(),
@@ -120,21 +126,27 @@ ConnectionLost, except of those in acknowledge_lost(). Spins for `spin_s`, then 
 DeadlineExceeded, ConnectionLost, StaleHandle if the window is closed meanwhile, Unsupported on an attached window.)")
       .def(
           "signal_value",
-          [](PyWindow& self, nb::handle index) { return self.open("signal_value")->signal_value(to_u32(index, "signal index")); },
+          [](PyWindow& self, nb::handle index) {
+            const std::uint32_t signal = to_u32(index, "signal index");
+            return self.open("signal_value")->signal_value(signal);
+          },
           nb::arg("index"), nb::sig("def signal_value(self, index: int) -> int"),
           "The count of signal `index` of this rank now. What its signals announced is visible.")
       .def(
           "test_signal",
           [](PyWindow& self, nb::handle index, nb::handle at_least) {
-            return reached(self.open("test_signal")->signal_value(to_u32(index, "signal index")), to_u64(at_least, "at_least"));
+            const std::uint32_t signal = to_u32(index, "signal index");
+            const std::uint64_t count = to_u64(at_least, "at_least");
+            return reached(self.open("test_signal")->signal_value(signal), count);
           },
           nb::arg("index"), nb::arg("at_least"), nb::sig("def test_signal(self, index: int, at_least: int) -> bool"),
           "True if signal `index` of this rank has reached `at_least`. Never blocks.")
       .def(
           "fetch_add",
           [](PyWindow& self, nb::handle peer, nb::handle offset_bytes, nb::handle add) {
-            const auto& window = self.open("fetch_add");
-            return window->target("fetch_add", to_rank(peer)).fetch_add(to_u64(offset_bytes, "offset_bytes"), to_word(add, "add"));
+            const std::int64_t rank = to_rank(peer);
+            const std::uint64_t offset = to_u64(offset_bytes, "offset_bytes"), value = to_word(add, "add");
+            return self.open("fetch_add")->target("fetch_add", rank).fetch_add(offset, value);
           },
           nb::arg("peer"), nb::arg("offset_bytes"), nb::arg("add"),
           nb::sig("def fetch_add(self, peer: int, offset_bytes: int, add: int) -> int"),
@@ -144,9 +156,10 @@ Returns what it held, in [0, 2**64). Unsupported on a window over a private tens
       .def(
           "compare_swap",
           [](PyWindow& self, nb::handle peer, nb::handle offset_bytes, nb::handle expected, nb::handle desired) {
-            const auto& window = self.open("compare_swap");
-            return window->target("compare_swap", to_rank(peer))
-                .compare_swap(to_u64(offset_bytes, "offset_bytes"), to_word(expected, "expected"), to_word(desired, "desired"));
+            const std::int64_t rank = to_rank(peer);
+            const std::uint64_t offset = to_u64(offset_bytes, "offset_bytes");
+            const std::uint64_t from = to_word(expected, "expected"), to = to_word(desired, "desired");
+            return self.open("compare_swap")->target("compare_swap", rank).compare_swap(offset, from, to);
           },
           nb::arg("peer"), nb::arg("offset_bytes"), nb::arg("expected"), nb::arg("desired"),
           nb::sig("def compare_swap(self, peer: int, offset_bytes: int, expected: int, desired: int) -> int"),
@@ -155,12 +168,12 @@ Returns what it held, in [0, 2**64). Unsupported on a window over a private tens
           "flush",
           [](PyWindow& self, nb::handle peer, nb::handle timeout_s) {
             const Deadline deadline = to_deadline(timeout_s);
-            if (!peer.is_none()) {
-              Target& target = self.open("flush")->target("flush", to_rank(peer));
+            const std::optional<std::int64_t> one = optionally<std::int64_t>(peer, to_rank);
+            if (one) {
+              Target& target = self.open("flush")->target("flush", *one);
               if (!target.busy()) return target.flush(deadline);
             }
             const auto window = self.open("flush");
-            const std::optional<std::int64_t> one = optionally<std::int64_t>(peer, to_rank);
             Blocking blocking;
             one ? window->target("flush", *one).flush(deadline) : window->flush_all(deadline);
           },
@@ -190,6 +203,7 @@ the one, so it fails once, and goes on when told to.)")
               window = nullptr;
             }
             self.core = nullptr;
+            release_kept_objects();
           },
           nb::arg("timeout_s").none() = 5.0, nb::sig("def close(self, timeout_s: float | None = 5.0) -> None"),
           "Ends access to this rank's memory; onesided.windows.Window.close says more.")

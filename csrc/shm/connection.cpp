@@ -1,5 +1,6 @@
 #include "shm/connection.h"
 
+#include <sys/socket.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -47,29 +48,48 @@ std::shared_ptr<ShmConnection> ShmConnection::open(std::shared_ptr<Hub> hub, con
 }
 
 ShmConnection::~ShmConnection() {
+  if (hub_->forked()) {
+    socket_.release();  // closed by the fork handler; the number may be another file's now
+    return;
+  }
   close();
+  forget_in_forked_child(socket_.get());
 }
 
 Reply ShmConnection::ask(Request request, std::vector<Fd>* fds, const Deadline& deadline) {
-  std::lock_guard lock(asking_);
+  const auto silent = [&] { fail(ErrorKind::DeadlineExceeded, peer_->name(), " does not answer (its process may be stopped)"); };
+  if (!asked_.await([this] { return !asking_.exchange(true); }, deadline)) silent();
+  struct Asking {
+    ShmConnection& connection;
+    ~Asking() {
+      connection.asking_.store(false);
+      connection.asked_.notify();
+    }
+  } asking{*this};
   request.request_id = next_request_++;
   if (peer_->lost()) peer_->fail_lost("attach");
-  if (!send_message(socket_.get(), request)) peer_->fail_lost("attach");
-  for (;;) {
-    if (!wait_readable(socket_.get(), deadline)) {
-      fail(ErrorKind::DeadlineExceeded, peer_->name(), " does not answer (its process may be stopped)");
-    }
-    Reply reply;
-    std::vector<Fd> received;
-    if (!receive_message(socket_.get(), reply, &received)) continue;
-    if (reply.request_id != request.request_id) continue;  // the answer to a question that was given up
-    if (reply.error != 0) {
-      const auto kind = reply.error < kErrorKinds ? static_cast<ErrorKind>(reply.error) : ErrorKind::Onesided;
-      throw Error(kind, text(peer_->name(), ": ", std::string(reply.message.data(), ::strnlen(reply.message.data(), reply.message.size()))));
-    }
-    if (fds != nullptr) *fds = std::move(received);
-    return reply;
+  if (!wait_writable(socket_.get(), deadline)) silent();
+  if (!send_message(socket_.get(), request)) fail(ErrorKind::ConnectionLost, "attach: the connection to ", peer_->name(), " has ended");
+  Reply reply;
+  try {
+    do {
+      if (!wait_readable(socket_.get(), deadline)) silent();
+      std::vector<Fd> received;
+      if (receive_message(socket_.get(), reply, &received) && fds != nullptr) *fds = std::move(received);
+    } while (reply.request_id != request.request_id);  // others answer a question that was given up
+  } catch (...) {
+    Request give_up;
+    give_up.type = Request::Type::GiveUp;
+    give_up.request_id = request.request_id;
+    send_message(socket_.get(), give_up);
+    if (closed_.load()) fail(ErrorKind::StaleHandle, "attach: this connection was closed");
+    throw;
   }
+  if (reply.error != 0) {
+    const auto kind = reply.error < kErrorKinds ? static_cast<ErrorKind>(reply.error) : ErrorKind::Onesided;
+    throw Error(kind, text(peer_->name(), ": ", std::string(reply.message.data(), ::strnlen(reply.message.data(), reply.message.size()))));
+  }
+  return reply;
 }
 
 std::shared_ptr<Target> ShmConnection::target(const RemoteMemory& remote, const Deadline& deadline) {
@@ -81,9 +101,20 @@ std::shared_ptr<Target> ShmConnection::target(const RemoteMemory& remote, const 
       return known->second;
     }
   }
-  auto target = attach(remote, deadline);
+  auto target = std::static_pointer_cast<ShmTarget>(attach(remote, deadline));
+  std::vector<std::shared_ptr<Target>> ended;  // outlives the lock
   std::lock_guard lock(targets_mutex_);
-  return targets_.emplace(handle, target).first->second;
+  if (closed_.load()) fail(ErrorKind::StaleHandle, "attach: this connection is closed");
+  // What its owner has closed would otherwise stay mapped for as long as the connection.
+  for (auto known = targets_.begin(); known != targets_.end();) {
+    if (!known->second->ended()) {
+      ++known;
+      continue;
+    }
+    ended.push_back(std::move(known->second));
+    known = targets_.erase(known);
+  }
+  return targets_.emplace(handle, std::move(target)).first->second;
 }
 
 std::shared_ptr<Target> ShmConnection::attach(const RemoteMemory& remote, const Deadline& deadline) {
@@ -143,6 +174,7 @@ std::shared_ptr<Target> ShmConnection::attach(const RemoteMemory& remote, const 
   counters_->add(Count::Registrations);
   auto target = std::make_shared<ShmTarget>(std::move(parts));
   std::lock_guard lock(targets_mutex_);
+  if (closed_.load()) fail(ErrorKind::StaleHandle, "attach: this connection is closed");
   attached_.erase(std::remove_if(attached_.begin(), attached_.end(), [](const auto& weak) { return weak.expired(); }),
                   attached_.end());
   attached_.push_back(target);
@@ -154,7 +186,7 @@ void ShmConnection::give_back(std::uint64_t memory_id, std::uint32_t slot) {
   request.type = Request::Type::Detach;
   request.id = memory_id;
   request.slot = slot;
-  if (!closed_.load() && !peer_->lost()) send_message(socket_.get(), request);  // without it the slot goes with the connection
+  send_message(socket_.get(), request);  // if that fails the slot goes with the connection
 }
 
 void ShmConnection::lose_peer(bool process_ended) {
@@ -165,23 +197,23 @@ void ShmConnection::lose_peer(bool process_ended) {
 }
 
 void ShmConnection::close() {
-  if (closed_.load()) return;
+  if (hub_->forked()) return;
   std::vector<std::shared_ptr<Target>> open;
+  std::unordered_map<std::string, std::shared_ptr<ShmTarget>> cached;
   {
     std::lock_guard lock(targets_mutex_);
+    if (closed_.exchange(true)) return;
     for (const auto& weak : attached_) {
       if (auto target = weak.lock()) open.push_back(std::move(target));
     }
-    targets_.clear();
+    cached.swap(targets_);
     attached_.clear();
   }
   for (const auto& target : open) target->close();
-  if (closed_.exchange(true)) return;
   peer_->lose("the connection was closed here");
   hub_->unwatch(socket_.get(), pidfd_.get());
-  std::lock_guard lock(asking_);
-  forget_in_forked_child(socket_.get());
-  socket_.reset();
+  ::shutdown(socket_.get(), SHUT_RD);  // ends an attach() that waits for its answer
+  hub_->wake_waiters();
 }
 
 Description ShmConnection::describe() const {

@@ -39,13 +39,14 @@ class ShmConnection final : public Connection, public std::enable_shared_from_th
   const pid_t pid_;
   const std::shared_ptr<PeerState> peer_;
   const std::shared_ptr<Counters> counters_;
-  Fd socket_;
+  Fd socket_;  // open until nothing uses this object any more: the peer takes its end as leave to reuse the slots
   Fd pidfd_;
-  std::atomic<bool> closed_{false};
-  std::mutex asking_;  // one question at a time
+  std::atomic<bool> closed_{false};  // becomes true with targets_mutex_ held
+  std::atomic<bool> asking_{false};  // one question at a time
+  Event asked_;
   std::uint64_t next_request_ = 1;
   std::mutex targets_mutex_;
-  std::unordered_map<std::string, std::shared_ptr<Target>> targets_;  // by handle
+  std::unordered_map<std::string, std::shared_ptr<ShmTarget>> targets_;  // by handle
   std::vector<std::weak_ptr<Target>> attached_;
 };
 

@@ -62,14 +62,16 @@ void Hub::start() {
   thread_ = std::thread([this] { run(); });
 }
 
+void Hub::retire() {
+  std::lock_guard lock(mutex_);
+  retired_ = true;
+}
+
+void Hub::check_not_retired() const {
+  if (retired_) fail(ErrorKind::StaleHandle, "this transport is closed");
+}
+
 void Hub::stop() {
-  if (made_in_ != fork_generation()) {
-    // The thread lives in the parent only, and the listening socket was closed by the fork handler.
-    if (thread_.joinable()) thread_.detach();
-    listener_.release();
-    for (auto& [fd, peer] : incoming_) peer.socket.release();
-    return;
-  }
   if (stopped_.exchange(true)) return;
   if (thread_.joinable()) {
     const std::uint64_t one = 1;
@@ -90,6 +92,7 @@ void Hub::check_usable(const char* what) const {
 
 Endpoint Hub::bind(bool shared) {
   std::lock_guard lock(mutex_);
+  check_not_retired();
   const std::uint64_t id = next_id_++;
   const Token secret = random_token();
   bound_[id] = {secret, shared};
@@ -103,6 +106,7 @@ std::uint64_t Hub::next_memory_id() {
 
 void Hub::list(ShmMemory* memory) {
   std::lock_guard lock(mutex_);
+  check_not_retired();
   memories_[memory->id()] = memory;
 }
 
@@ -122,6 +126,7 @@ std::vector<std::shared_ptr<ShmMemory>> Hub::memories() {
 
 void Hub::watch(const std::shared_ptr<ShmConnection>& connection, int socket, int pidfd) {
   std::lock_guard lock(mutex_);
+  check_not_retired();
   watched_[socket] = connection;
   add_to_epoll(epoll_.get(), socket, EPOLLRDHUP);
   if (pidfd >= 0) {
@@ -184,15 +189,25 @@ void Hub::accept_all() {
       if (errno == EMFILE || errno == ENFILE) ::poll(nullptr, 0, 10);
       return;
     }
-    const PeerCredentials peer = credentials(socket.get());
-    // Memory is for the same user only (and root, who can read it in any case).
-    if (peer.uid != ::geteuid() && peer.uid != 0) continue;
-    const int fd = socket.get();
-    close_in_forked_child(fd);
-    add_to_epoll(epoll_.get(), fd, EPOLLIN);
-    std::lock_guard lock(mutex_);
-    incoming_[fd] = {std::move(socket), peer.pid, false};
+    try {
+      admit(std::move(socket));
+    } catch (const Error&) {
+      // It is gone already, or there is not enough of something: this connection ends, the others go on.
+    }
   }
+}
+
+void Hub::admit(Fd socket) {
+  const PeerCredentials peer = credentials(socket.get());
+  // Memory is for the same user only (and root, who can read it in any case).
+  if (peer.uid != ::geteuid() && peer.uid != 0) return;
+  const int fd = socket.get();
+  add_to_epoll(epoll_.get(), fd, EPOLLIN);
+  close_in_forked_child(fd);
+  std::lock_guard lock(mutex_);
+  Incoming& incoming = incoming_[fd];
+  incoming.socket = std::move(socket);
+  incoming.pid = peer.pid;
 }
 
 void Hub::serve(int socket) {
@@ -205,12 +220,14 @@ void Hub::serve(int socket) {
   }
   std::vector<int> fds;
   std::vector<Fd> keep_open;
-  Reply reply;
+  bool sent = true;
   {
+    // Sent with the lock held: until then, the descriptors must be those of a memory that is listed.
     std::lock_guard lock(mutex_);
-    reply = answer(incoming_.at(socket), request, fds, keep_open);
+    const Reply reply = answer(incoming_.at(socket), request, fds, keep_open);
+    if (request.type != Request::Type::Detach && request.type != Request::Type::GiveUp) sent = send_message(socket, reply, fds);
   }
-  if (request.type != Request::Type::Detach && !send_message(socket, reply, fds)) drop(socket);
+  if (!sent) drop(socket);
 }
 
 // With the lock held.
@@ -221,10 +238,10 @@ Reply Hub::answer(Incoming& peer, const Request& request, std::vector<int>& fds,
     switch (request.type) {
       case Request::Type::Hello: greet(peer, request); break;
       case Request::Type::Attach: open_memory(peer, request, reply, fds, keep_open); break;
-      case Request::Type::Detach:
-        if (const auto memory = memories_.find(request.id); memory != memories_.end()) {
-          memory->second->free_slot(request.slot, peer.socket.get());
-        }
+      case Request::Type::Detach: free_slot(request.id, request.slot, peer.socket.get()); break;
+      case Request::Type::GiveUp:
+        if (request.request_id == peer.request_id) free_slot(peer.memory_id, peer.slot, peer.socket.get());
+        peer.request_id = 0;
         break;
       default: fail(ErrorKind::Unsupported, "unknown request ", static_cast<unsigned>(request.type));
     }
@@ -235,6 +252,10 @@ Reply Hub::answer(Incoming& peer, const Request& request, std::vector<int>& fds,
     std::strncpy(reply.message.data(), error.what(), reply.message.size() - 1);
   }
   return reply;
+}
+
+void Hub::free_slot(std::uint64_t memory_id, std::uint32_t slot, int socket) {
+  if (const auto memory = memories_.find(memory_id); memory != memories_.end()) memory->second->free_slot(slot, socket);
 }
 
 void Hub::greet(Incoming& peer, const Request& request) {
@@ -252,7 +273,7 @@ void Hub::open_memory(Incoming& peer, const Request& request, Reply& reply, std:
   if (!peer.greeted) fail(ErrorKind::RemoteAccess, "attach: not connected");
   const auto found = memories_.find(request.id);
   ShmMemory* const memory = found == memories_.end() ? nullptr : found->second;
-  if (memory == nullptr) fail(ErrorKind::StaleHandle, "attach: this memory was closed");
+  if (memory == nullptr || memory->closed()) fail(ErrorKind::StaleHandle, "attach: this memory was closed");
   if (memory->key() != request.token) fail(ErrorKind::Handle, "attach: this handle's key does not fit the memory");
   const auto& segment = memory->segment();
   if (segment != nullptr && memory->access() == Access::Read) keep_open.push_back(segment->read_only_fd());
@@ -261,6 +282,7 @@ void Hub::open_memory(Incoming& peer, const Request& request, Reply& reply, std:
   reply.slots = memory->control().slots();
   reply.signals = memory->control().signals();
   reply.slot = memory->take_slot(peer.socket.get());
+  peer.request_id = request.request_id, peer.memory_id = request.id, peer.slot = reply.slot;
   fds.push_back(memory->control_segment()->fd());
   if (segment != nullptr) {
     reply.segment_nbytes = segment->nbytes();
@@ -277,7 +299,8 @@ void Hub::drop(int socket) {
   std::lock_guard lock(mutex_);
   for (const auto& [id, memory] : memories_) memory->free_slots_of(socket);
   forget_in_forked_child(socket);
-  incoming_.erase(socket);  // closes it, which takes it out of the epoll set
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, socket, nullptr);  // a child between fork and exec may have it open, too
+  incoming_.erase(socket);
 }
 
 void Hub::check_watched(int fd) {
@@ -291,8 +314,7 @@ void Hub::check_watched(int fd) {
     pollfd again{fd, POLLRDHUP | POLLIN, 0};
     const bool is_pidfd = connection != nullptr && fd == connection->pidfd();
     if (::poll(&again, 1, 0) <= 0 || (again.revents & (is_pidfd ? POLLIN : POLLRDHUP | POLLHUP | POLLERR)) == 0) return;
-    ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
-    watched_.erase(watched);
+    ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);  // it has said what it can say; listed it stays until unwatch()
   }
   if (connection == nullptr) return;
   connection->lose_peer(fd == connection->pidfd());

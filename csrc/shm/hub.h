@@ -11,6 +11,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "core/process.h"
 #include "shm/memory.h"
 #include "shm/segment.h"
 #include "shm/socket.h"
@@ -28,6 +29,8 @@ class Hub : public std::enable_shared_from_this<Hub> {
   ~Hub();
 
   void start();
+  // Refuses new memories and connections from here on, so that all can be closed before stop().
+  void retire();
   // Ends the thread and the listening. Memories and connections must be closed before.
   void stop();
 
@@ -35,6 +38,9 @@ class Hub : public std::enable_shared_from_this<Hub> {
   const std::shared_ptr<Counters>& counters() const { return counters_; }
   void check_usable(const char* what) const;
   bool stopped() const { return stopped_.load(); }
+  std::uint32_t made_in() const { return made_in_; }
+  // True in a child of the process that made it. Its mutex may be held for ever, and its lists may be half changed.
+  bool forked() const { return made_in_ != fork_generation(); }
 
   Endpoint bind(bool shared);
 
@@ -60,16 +66,23 @@ class Hub : public std::enable_shared_from_this<Hub> {
     Fd socket;
     pid_t pid = 0;
     bool greeted = false;
+    // What the last Attach got, in case it is given up.
+    std::uint64_t request_id = 0;
+    std::uint64_t memory_id = 0;
+    std::uint32_t slot = 0;
   };
   struct Bound {
     Token secret;
     bool shared;
   };
 
+  void check_not_retired() const;
   void run();
   void accept_all();
+  void admit(Fd socket);
   void serve(int socket);
   Reply answer(Incoming& peer, const Request& request, std::vector<int>& fds, std::vector<Fd>& keep_open);
+  void free_slot(std::uint64_t memory_id, std::uint32_t slot, int socket);
   void greet(Incoming& peer, const Request& request);
   void open_memory(Incoming& peer, const Request& request, Reply& reply, std::vector<int>& fds, std::vector<Fd>& keep_open);
   void drop(int socket);
@@ -86,6 +99,7 @@ class Hub : public std::enable_shared_from_this<Hub> {
   std::atomic<bool> stopped_{false};
 
   std::mutex mutex_;
+  bool retired_ = false;
   std::uint64_t next_id_ = 1;
   std::unordered_map<std::uint64_t, ShmMemory*> memories_;
   std::unordered_map<std::uint64_t, Bound> bound_;

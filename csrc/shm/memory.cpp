@@ -41,9 +41,11 @@ ShmMemory::ShmMemory(std::shared_ptr<Hub> hub, std::uint64_t id, void* data, std
 // Nobody may still reach the bytes once this object is gone. If a stopped peer is in the middle of an operation, whatever
 // keeps the bytes alive is kept for good: a leak is better than a write into memory that has become something else.
 ShmMemory::~ShmMemory() {
+  if (hub_->forked()) return;
   try {
     close(Deadline::after(1));
   } catch (const std::exception&) {
+    hub_->withdraw(id_);
     new Keepalive(std::move(keep_));
   }
 }
@@ -53,9 +55,9 @@ RemoteMemory ShmMemory::remote() const {
 }
 
 void ShmMemory::close(const Deadline& deadline) {
+  if (hub_->forked()) return;  // it is the parent's, and stays open there
   control_.header().closed.store(1, std::memory_order_seq_cst);
   control_.event().notify();
-  hub_->withdraw(id_);
   const auto spin_until = Deadline::after(50e-6);
   for (;;) {
     const std::string stuck = stuck_peers();
@@ -70,7 +72,11 @@ void ShmMemory::close(const Deadline& deadline) {
       ::nanosleep(&nap, nullptr);
     }
   }
-  keep_.reset();
+  // Only now: while it is listed, the hub frees the slots of peers that end in the middle of an operation.
+  hub_->withdraw(id_);
+  Keepalive kept;
+  std::lock_guard lock(hub_->mutex());
+  kept.swap(keep_);
 }
 
 // Names who has operations under way; empty if nobody has.

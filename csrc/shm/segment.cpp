@@ -30,6 +30,8 @@ constexpr std::uint64_t kStep = std::uint64_t{256} << 20;  // pages are made pre
 struct Listing {
   std::mutex mutex;
   std::map<const char*, std::weak_ptr<Segment>> by_base;
+
+  Listing() { hold_over_fork(mutex); }
 };
 Listing& listing() {
   static auto* const instance = new Listing;
@@ -39,7 +41,7 @@ Listing& listing() {
 // What the kernel can still give, in bytes: memory that is available, and what the control group allows. Asking first
 // matters: a memfd that grows beyond it does not fail, it calls the out-of-memory killer.
 std::uint64_t available_memory() {
-  std::uint64_t available = UINT64_MAX;
+  std::uint64_t available = INT64_MAX;
   std::ifstream meminfo("/proc/meminfo");
   for (std::string key; meminfo >> key;) {
     std::uint64_t kib = 0;

@@ -37,6 +37,17 @@ Fd new_socket() {
   return socket;
 }
 
+bool wait_for(short what, int socket, const Deadline& deadline) {
+  for (;;) {
+    pollfd watched{socket, what, 0};
+    const auto nap = std::chrono::duration_cast<std::chrono::milliseconds>(
+        deadline.left(interruptible() ? kNap : kLongNap) + std::chrono::microseconds(999));
+    if (::poll(&watched, 1, static_cast<int>(nap.count())) > 0) return true;
+    check_interrupt();
+    if (deadline.passed()) return false;
+  }
+}
+
 }  // namespace
 
 Fd listen_on(const std::string& name) {
@@ -121,19 +132,16 @@ bool receive_bytes(int socket, void* bytes, std::size_t nbytes, std::vector<Fd>*
   }
   if (got < 0) fail_errno(ErrorKind::ConnectionLost, errno, "receiving from the peer failed");
   if (got == 0) fail(ErrorKind::ConnectionLost, "the peer closed the connection");
-  if (got != static_cast<ssize_t>(nbytes)) fail(ErrorKind::ConnectionLost, "the peer does not speak this protocol");
+  if (got != static_cast<ssize_t>(nbytes) || (message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0) fail(ErrorKind::ConnectionLost, "the peer does not speak this protocol");
   return true;
 }
 
 bool wait_readable(int socket, const Deadline& deadline) {
-  for (;;) {
-    pollfd watched{socket, POLLIN, 0};
-    const auto nap = std::chrono::duration_cast<std::chrono::milliseconds>(
-        deadline.left(interruptible() ? kNap : kLongNap) + std::chrono::microseconds(999));
-    if (::poll(&watched, 1, static_cast<int>(nap.count())) > 0) return true;
-    check_interrupt();
-    if (deadline.passed()) return false;
-  }
+  return wait_for(POLLIN, socket, deadline);
+}
+
+bool wait_writable(int socket, const Deadline& deadline) {
+  return wait_for(POLLOUT, socket, deadline);
 }
 
 }  // namespace onesided::shm

@@ -16,7 +16,8 @@ namespace onesided::shm {
 
 // What the connecting side asks. All messages stay on one host between builds of the same version.
 struct Request {
-  enum class Type : std::uint32_t { Hello = 1, Attach = 2, Detach = 3 };
+  // GiveUp: the Attach of that request_id was given up; a slot that it got, or will have got, goes back.
+  enum class Type : std::uint32_t { Hello = 1, Attach = 2, Detach = 3, GiveUp = 4 };
   static constexpr std::uint32_t kMagic = 0x3153534F;  // "OSS1"
 
   std::uint32_t magic = kMagic;
@@ -67,8 +68,9 @@ bool receive_message(int socket, Message& message, std::vector<Fd>* fds = nullpt
 
 bool send_bytes(int socket, const void* bytes, std::size_t nbytes, const std::vector<int>& fds);
 bool receive_bytes(int socket, void* bytes, std::size_t nbytes, std::vector<Fd>* fds);
-// Waits until there is something to receive; false at the deadline.
+// Waits until there is something to receive, or room to send; false at the deadline.
 bool wait_readable(int socket, const Deadline& deadline);
+bool wait_writable(int socket, const Deadline& deadline);
 
 template <class Message>
 bool send_message(int socket, const Message& message, const std::vector<int>& fds) {

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <thread>
 
 #include "core/copy.h"
 #include "core/process.h"
@@ -71,7 +72,7 @@ class ShmTarget::UnderWay {
     if (target.at_.control.header().closed.load(std::memory_order_seq_cst) != 0) {
       fail(ErrorKind::StaleHandle, operation, ": the memory of ", target.peer().name(), " was closed");
     }
-    if (target.closed_.load(std::memory_order_relaxed)) fail(ErrorKind::StaleHandle, operation, ": this window is closed");
+    if (target.closed_.load(std::memory_order_seq_cst)) fail(ErrorKind::StaleHandle, operation, ": this window is closed");
     if (target.peer().lost()) target.peer().fail_lost(operation);
   }
 
@@ -111,8 +112,10 @@ class ShmTarget::Between final : public Checkpoint {
   const Deadline& deadline_;
 };
 
+// The slot goes back only here: whoever may still count on it holds this object.
 ShmTarget::~ShmTarget() {
   close();
+  if (at_.made_in == fork_generation() && at_.detach) at_.detach();
 }
 
 void ShmTarget::check(const char* operation, Access wanted, std::uint64_t offset, std::uint64_t nbytes) const {
@@ -144,7 +147,9 @@ std::shared_ptr<Work> ShmTarget::write(const void* source, std::uint64_t nbytes,
     check("put", Access::Write, offset, nbytes);
     if (signal) check_signal("put", at_.peer->name(), signal->index, at_.control.signals());
     if (how.async) {
+      const std::uint64_t told = signal ? strand_->failures_told() : 0;
       return run_later(how, [=](ShmTarget& target, Checkpoint& between) {
+        if (signal) target.check_earlier("put with a signal", told);
         target.write_now(source, nbytes, offset, signal, between);
       });
     }
@@ -176,7 +181,8 @@ std::shared_ptr<Work> ShmTarget::signal(const Signal& signal, const How& how) {
     check_not_forked(at_.made_in, "this window");
     check_signal("signal", at_.peer->name(), signal.index, at_.control.signals());
     if (how.async) {
-      return run_later(how, [=](ShmTarget& target, Checkpoint&) {
+      return run_later(how, [=, told = strand_->failures_told()](ShmTarget& target, Checkpoint&) {
+        target.check_earlier("signal", told);
         UnderWay under_way(target, "signal");
         target.signal_now(signal);
       });
@@ -226,6 +232,13 @@ void ShmTarget::signal_now(const Signal& signal) {
 // told, this throws and the signal is not sent.
 void ShmTarget::settle_before_signal(const How& how) {
   if (!strand_->idle()) strand_->drain(how.deadline);
+}
+
+// The same for a signal that was itself issued asynchronously, when its turn has come: a signal that is sent says that all
+// before it is there.
+void ShmTarget::check_earlier(const char* operation, std::uint64_t told) {
+  if (!strand_->failed_beyond(told)) return;
+  fail(ErrorKind::RemoteAccess, operation, " to ", at_.peer->name(), ": not sent, because an operation that was issued before it failed");
 }
 
 void ShmTarget::cross_copy(const char* operation, bool writing, char* local, std::uint64_t nbytes, std::uint64_t offset,
@@ -330,8 +343,12 @@ void ShmTarget::close() {
     return;
   }
   strand_->close(Deadline::after(5));
-  if (closed_.exchange(true)) return;
-  if (at_.detach) at_.detach();
+  closed_.store(true, std::memory_order_seq_cst);
+  // As the owner does in ShmMemory::close: nothing is under way when this returns. An operation of this process ends
+  // within a piece, unless it is this thread's own (close was called by the interrupt check in the middle of it).
+  const Deadline deadline = Deadline::after(1);
+  const Slot& slot = at_.control.slot(at_.slot);
+  while (slot.busy() && !deadline.passed()) std::this_thread::yield();
 }
 
 Description ShmTarget::describe() const {

@@ -34,7 +34,7 @@ class ShmTarget final : public Target {
     Control control;
     std::uint32_t slot = 0;
     std::vector<std::shared_ptr<void>> keep;  // the mappings, the connection
-    std::function<void()> detach;             // gives the slot back
+    std::function<void()> detach;             // gives the slot back, when nobody can count on it any more
   };
 
   explicit ShmTarget(Parts parts) : at_(std::move(parts)), strand_(std::make_shared<Strand>()) {}
@@ -55,6 +55,8 @@ class ShmTarget final : public Target {
   const PeerState& peer() const override { return *at_.peer; }
   Counters& counters() const override { return *at_.counters; }
   Description describe() const override;
+  // True once it was closed, here or by the memory's owner.
+  bool ended() const { return closed_.load() || at_.control.header().closed.load() != 0; }
 
  private:
   class UnderWay;
@@ -71,6 +73,7 @@ class ShmTarget final : public Target {
                   Checkpoint& between);
   std::uint64_t* atomic_word(const char* operation, std::uint64_t offset) const;
   void settle_before_signal(const How& how);
+  void check_earlier(const char* operation, std::uint64_t told);
   std::shared_ptr<Work> run_later(const How& how, std::function<void(ShmTarget&, Checkpoint&)> operation);
 
   const Parts at_;

@@ -20,6 +20,10 @@ ShmTransport::ShmTransport() : hub_(std::make_shared<Hub>()) {
 }
 
 ShmTransport::~ShmTransport() {
+  if (hub_->forked()) {
+    new std::shared_ptr<Hub>(hub_);  // never destroyed in a child, where its thread does not exist and its lists may be half changed
+    return;
+  }
   try {
     close();
   } catch (const std::exception&) {
@@ -90,13 +94,15 @@ std::shared_ptr<Connection> ShmTransport::connect(const Endpoint& peer, const st
 }
 
 void ShmTransport::close() {
-  if (hub_->stopped()) return;
+  if (hub_->forked() || hub_->stopped()) return;
+  hub_->retire();
   for (const auto& connection : hub_->connections()) connection->close();
   for (const auto& memory : hub_->memories()) memory->close(Deadline::after(5));
   hub_->stop();
 }
 
 Description ShmTransport::describe() const {
+  check_not_forked(hub_->made_in(), "this transport");
   return {
       {"kind", "shm"},
       {"state", hub_->stopped() ? "closed" : "open"},
