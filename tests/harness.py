@@ -26,10 +26,10 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
+from onesided.transport import Transport
 
 from onesided import Group, Server, ShmTransport, open_transport, run_local
 from onesided.errors import ConnectionLost
-from onesided.transport import Transport
 
 TESTS = Path(__file__).resolve().parent
 PATIENCE_S = 30.0  # for what happens at once on an idle machine
@@ -75,7 +75,8 @@ def raises(error: type[BaseException] | tuple[type[BaseException], ...], says: s
     try:
         yield
     except error as raised:
-        assert says in str(raised), f"{says!r} is not in {raised!r}"
+        if says not in str(raised):
+            raise AssertionError(f"{says!r} is not in {raised!r}") from raised
     else:
         raise AssertionError(f"no {error} was raised")
 
@@ -129,6 +130,16 @@ def held(pid: int | str = "self") -> Held:
     )
 
 
+def no_more_than(before: Held, what: str) -> None:
+    """This process holds no more than `before`, but for what the allocator and gRPC keep or make for themselves."""
+    wait_until(lambda: held().descriptors <= before.descriptors, f"{what}: {before.descriptors} descriptors again", 5)
+    after = held()
+    said = f"{what}: {before} became {after}"
+    assert after.threads <= before.threads + 4, said
+    assert after.mappings <= before.mappings + 10, said
+    assert after.resident_bytes <= before.resident_bytes + (4 << 20), said
+
+
 def descriptors(pid: int) -> list[str]:
     """What the descriptors of a process lead to, numbers left out, sorted."""
     found = []
@@ -139,8 +150,9 @@ def descriptors(pid: int) -> list[str]:
 
 
 def left_in_the_system() -> set[str]:
-    """The files and sockets by which something could stay behind: /dev/shm, the temporary folder, our sockets' names."""
-    found = {str(path) for folder in ("/dev/shm", tempfile.gettempdir()) for path in Path(folder).glob("*")}
+    """What could stay behind: files in /dev/shm, files of our name in the temporary folder, and names of sockets."""
+    found = {str(path) for path in Path("/dev/shm").glob("*")}
+    found |= {str(path) for path in Path(tempfile.gettempdir()).glob("*onesided*")}
     for line in Path("/proc/net/unix").read_text().splitlines():
         if "@onesided-" in line:
             found.add(line.split()[-1])
@@ -148,7 +160,7 @@ def left_in_the_system() -> set[str]:
 
 
 def is_asleep(pid: int) -> bool:
-    """True if the main thread of a process waits in the kernel."""
+    """True if a thread waits in the kernel; the number of a process is that of its main thread."""
     return Path("/proc", str(pid), "stat").read_text().rsplit(")", 1)[1].split()[0] == "S"
 
 
@@ -179,7 +191,8 @@ class Function(NamedTuple):
         name = f"loaded_{Path(self.file).stem}"
         if name not in sys.modules:
             spec = importlib.util.spec_from_file_location(name, self.file)
-            assert spec is not None and spec.loader is not None
+            assert spec is not None
+            assert spec.loader is not None
             module: ModuleType = importlib.util.module_from_spec(spec)
             sys.modules[name] = module
             spec.loader.exec_module(module)
@@ -236,12 +249,14 @@ class Process:
 
     def __init__(self, name: str = "child", environment: dict[str, str] | None = None) -> None:
         self.name = name
+        self.busy = False  # with a function that has neither returned nor raised
         self._channel, theirs = Pipe()
         command = f"import harness; harness.serve({theirs.fileno()}, {os.getpid()})"
         self._popen = subprocess.Popen(
             [sys.executable, "-W", "error", "-c", command],
             pass_fds=[theirs.fileno()],
-            env={**os.environ, "PYTHONPATH": str(TESTS), **(environment or {})},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]), **(environment or {})},
+            cwd=TESTS,
             stdin=subprocess.DEVNULL,
         )
         theirs.close()
@@ -253,6 +268,7 @@ class Process:
 
     def begin(self, fn: Callable[..., object], *args: object) -> None:
         """Starts a function; said() and result() tell what becomes of it."""
+        self.busy = True
         self._channel.send(("call", (Function.of(fn), args)))
 
     def tell(self, value: object = None) -> None:
@@ -287,6 +303,7 @@ class Process:
         except (EOFError, ConnectionResetError):
             status = self._popen.wait(PATIENCE_S)
             raise AssertionError(f"{self.name} (process {self.pid}) ended with status {status}") from None
+        self.busy = word == "said"
         if word != "raised":
             return word, value
         if value is None:
@@ -368,6 +385,9 @@ class Processes:
 
     def start(self, fn: Callable[..., Any], size: int, *args: object) -> list[Process]:
         """Starts `fn(group, *args)` on every rank; the processes tell the rest."""
+        for process in self.processes:
+            if process.busy:  # a test has failed, or has killed it
+                process.close()
         self.processes = [process for process in self.processes if process.alive]
         while len(self.processes) < size:
             self.processes.append(Process())
@@ -411,9 +431,14 @@ class Processes:
         assert not running, f"still running after {timeout_s:g} s: {', '.join(p.name for p in running.values())}"
         return [results[process] for process in team]
 
-    def close(self) -> None:
+    def restart(self) -> None:
+        """The next test gets new processes."""
         for process in self.processes:
             process.close()
+        self.processes.clear()
+
+    def close(self) -> None:
+        self.restart()
         self.server.close()
 
 

@@ -42,3 +42,7 @@ class Transport(Protocol):
 
     def describe(self) -> dict[str, str]:
         """What it is, what it holds, and why it was chosen."""
+
+    def __enter__(self) -> "Transport": ...
+
+    def __exit__(self, *exception: object) -> None: ...

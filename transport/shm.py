@@ -31,6 +31,12 @@ class ShmTransport(_core.ShmTransport):
         _open.add(self)
         log.debug("shm transport opened")
 
+    def __enter__(self) -> "ShmTransport":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
 
 # Transports that the program left open end before the interpreter takes things apart.
 _open: "weakref.WeakSet[ShmTransport]" = weakref.WeakSet()

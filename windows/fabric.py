@@ -6,10 +6,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from typing import SupportsFloat
 
 from onesided.transport import Connection, Transport, open_transport
 
-from onesided.errors import ConnectionLost, OnesidedError
+from onesided.errors import BoundsError, ConnectionLost, OnesidedError
 
 from .exchange import Exchange
 
@@ -17,9 +18,15 @@ __all__ = ["Countdown", "Fabric", "agree", "fabric_of", "shared_transport"]
 
 
 class Countdown:
-    """What is left of one timeout that covers several steps."""
+    """What is left of one timeout that covers several steps. BoundsError and TypeError if it cannot be one."""
 
     def __init__(self, timeout_s: float | None) -> None:
+        if timeout_s is not None:
+            if not isinstance(timeout_s, SupportsFloat) or isinstance(timeout_s, (str, bytes)):
+                raise TypeError(f"timeout_s must be a number of seconds or None, not {type(timeout_s).__name__}")
+            timeout_s = float(timeout_s)
+            if not timeout_s >= 0:
+                raise BoundsError(f"timeout_s must be at least 0, not {timeout_s}")
         self._ends = None if timeout_s is None else time.monotonic() + timeout_s
 
     def left_s(self) -> float | None:

@@ -36,8 +36,12 @@ class Layout(NamedTuple):
 
     def array(self, memory: Any) -> "np.ndarray[Any, Any]":
         """A numpy view of `memory`. Unsupported for types that numpy has not."""
-        if self.dtype in _TORCH_ONLY:
-            raise Unsupported(f"numpy has no type {self.dtype}: use window.tensor, or memoryview(window.memory)")
+        try:
+            np.dtype(self.dtype)
+        except TypeError:
+            raise Unsupported(
+                f"numpy has no type {self.dtype}: use window.tensor, or memoryview(window.memory)"
+            ) from None
         if self.nbytes == 0:
             return np.empty(self.shape, dtype=self.dtype)
         return np.frombuffer(memory, dtype=self.dtype, count=math.prod(self.shape)).reshape(self.shape)
@@ -46,10 +50,13 @@ class Layout(NamedTuple):
         """A torch view of `memory`."""
         import torch
 
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise Unsupported(f"torch has no type {self.dtype}: use window.array")
         if self.nbytes == 0:
-            return torch.empty(self.shape, dtype=getattr(torch, self.dtype))
+            return torch.empty(self.shape, dtype=dtype)
         flat = torch.from_numpy(np.frombuffer(memory, dtype=np.uint8, count=self.nbytes))
-        return flat.view(getattr(torch, self.dtype)).view(self.shape)
+        return flat.view(dtype).view(self.shape)
 
 
 def layout_of(nbytes: object, shape: object, dtype: object) -> Layout:
@@ -88,6 +95,6 @@ def _element_type(dtype: object) -> tuple[str, int]:
         known = np.dtype(dtype)  # type: ignore[call-overload]
     except TypeError as error:
         raise LayoutError(f"{dtype!r} is not an element type: {error}") from None
-    if known.hasobject or known.names is not None or not known.isnative:
+    if known.hasobject or known.kind in "VSU" or not known.isnative:
         raise LayoutError(f"elements of type {known} cannot lie in a window: plain numbers in native byte order can")
     return known.name, known.itemsize

@@ -4,7 +4,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from onesided.transport import Memory, RemoteMemory, Target, Transport
 
@@ -160,6 +160,7 @@ class Window(_core.Window):
             else made_by.register_memory(tensor, access, signals=signals, max_peers=max_peers)
         )
         try:
+            targets = [made_by.loop_back(memory, f"the owner of window {name!r}")]
             record = {
                 "version": RECORD_VERSION,
                 "kind": made_by.kind,
@@ -168,14 +169,23 @@ class Window(_core.Window):
                 "shape": layout.shape,
                 "dtype": layout.dtype,
             }
-            directory.publish(name, json.dumps(record).encode(), lease_s=lease_s)
+            value = json.dumps(record).encode()
+            directory.publish(name, value, lease_s=lease_s)
         except BaseException:
+            targets = []
             memory.close()
             raise
         log.info("window %r exposed: %d bytes over %s", name, layout.nbytes, made_by.kind)
         why = f"exposed over {made_by.kind}"
-        targets = [made_by.loop_back(memory, f"the owner of window {name!r}")]
-        withdraw = lambda: directory.withdraw(name)  # noqa: E731
+
+        def withdraw() -> None:
+            try:
+                still_ours = directory.lookup(name).value == value
+            except HandleError:
+                return  # gone already
+            if still_ours:
+                directory.withdraw(name)
+
         return cls(name, layout, memory, targets, 0, made_by, why, tensor=tensor, on_close=withdraw)
 
     @classmethod
@@ -186,18 +196,18 @@ class Window(_core.Window):
         owner. It has no memory and no signals here. Raises DeadlineExceeded if the name does not appear, ConnectionLost
         if its owner has died, StaleHandle if it was closed, HandleError if the entry is no window.
         """
+        countdown = Countdown(timeout_s)
         record = read_record(name, directory.lookup(name, timeout_s=timeout_s).value)
-        made_by = shared_transport(record["kind"])
+        made_by = shared_transport(record.kind)
         owner = f"the owner of window {name!r}"
-        connection = made_by.connect(bytes.fromhex(record["endpoint"]), name=owner, timeout_s=timeout_s)
+        connection = made_by.connect(record.endpoint, name=owner, timeout_s=countdown.left_s())
         try:
-            remote = RemoteMemory.from_bytes(bytes.fromhex(record["handle"]))
-            target = connection.attach(remote, timeout_s)
+            target = connection.attach(record.remote, countdown.left_s())
         except BaseException:
             connection.close()
             raise
-        layout = Layout(tuple(record["shape"]), record["dtype"], 1)
-        why = f"its owner exposed it over {record['kind']}"
+        layout = record.layout
+        why = f"its owner exposed it over {record.kind}"
         return cls(name, layout, None, [target], None, made_by, why, on_close=connection.close)
 
     @classmethod
@@ -290,15 +300,15 @@ class Window(_core.Window):
         """
         if self._targets is None:
             return
-        on_close, self._on_close = self._on_close, None
-        try:
-            if on_close is not None and self._memory is not None:
-                on_close()  # takes the name away before the memory
-                on_close = None
-        except OnesidedError as error:
-            log.warning("closing window %r: its name could not be withdrawn: %s", self.name, error)
+        if self._on_close is not None and self._memory is not None:
+            withdraw, self._on_close = self._on_close, None
+            try:
+                withdraw()  # takes the name away before the memory
+            except OnesidedError as error:
+                log.warning("closing window %r: its name could not be withdrawn: %s", self.name, error)
         super().close(timeout_s)
         self._targets = self._memory = self._tensor = None
+        on_close, self._on_close = self._on_close, None
         if on_close is not None:
             on_close()
 
@@ -351,13 +361,29 @@ def layout_like(tensor: object) -> Layout:
         raise TypeError(f"a window is made over a tensor, an array or a buffer, not {type(tensor).__name__}") from None
 
 
-def read_record(name: str, value: bytes) -> dict[str, Any]:
+class Record(NamedTuple):
+    """What a directory holds of an exposed window."""
+
+    kind: str
+    endpoint: bytes
+    remote: RemoteMemory
+    layout: Layout
+
+
+def read_record(name: str, value: bytes) -> Record:
+    """Reads what expose() has published. HandleError for everything else."""
     try:
-        record = json.loads(value)
-        if record["version"] != RECORD_VERSION:
-            raise HandleError(f"window {name!r} was exposed by version {record['version']} of the record format")
-        return {key: record[key] for key in ("kind", "endpoint", "handle", "shape", "dtype")}
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, HandleError):
-            raise
+        said = json.loads(value)
+        if said["version"] != RECORD_VERSION:
+            raise HandleError(f"window {name!r} was exposed by version {said['version']} of the record format")
+        if not (isinstance(said["kind"], str) and isinstance(said["dtype"], str) and isinstance(said["shape"], list)):
+            raise HandleError(f"the entry {name!r} of the directory is not a window: its fields have the wrong types")
+        remote = RemoteMemory.from_bytes(bytes.fromhex(said["handle"]))
+        layout = layout_of(None, said["shape"], said["dtype"])
+        if layout.nbytes != remote.nbytes:
+            raise HandleError(f"the entry {name!r} of the directory contradicts itself about the window's size")
+        return Record(said["kind"], bytes.fromhex(said["endpoint"]), remote, layout)
+    except HandleError:
+        raise
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise HandleError(f"the entry {name!r} of the directory is not a window: {error}") from None

@@ -1,6 +1,7 @@
 #include "core/event.h"
 
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -12,6 +13,10 @@ namespace onesided {
 std::chrono::nanoseconds useful_spin(std::chrono::nanoseconds asked) {
   static const bool alone = usable_processors() == 1;
   return alone ? std::chrono::nanoseconds(0) : asked;
+}
+
+void yield_cpu() {
+  ::sched_yield();
 }
 
 // Not FUTEX_PRIVATE: the waiter and the waker may be different processes that map the same page.

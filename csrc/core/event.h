@@ -25,6 +25,9 @@ inline void pause_cpu() {
 #endif
 }
 
+// Lets another thread have this processor, if one wants it.
+void yield_cpu();
+
 // The spin that makes sense here: none where a spinning waiter only keeps the one processor from its peer.
 std::chrono::nanoseconds useful_spin(std::chrono::nanoseconds asked);
 
@@ -72,6 +75,7 @@ bool Event::await(Ready&& ready, const Deadline& deadline, std::chrono::nanoseco
     auto look_up = begin + kNap;
     for (auto now = begin; now < until; now = Deadline::Clock::now()) {
       if (rounds()) return true;
+      if (now - begin > kSpin) yield_cpu();  // asked to spin for longer: not against whom it waits for
       if (now >= look_up) {
         check_interrupt();
         look_up = now + kNap;

@@ -35,7 +35,7 @@ void check_signal(const char* operation, const std::string& owner, std::uint32_t
 }
 
 std::uint64_t wait_signal(const Memory& memory, Counters& counters, std::uint32_t index, std::uint64_t at_least,
-                          const Deadline& deadline, std::chrono::nanoseconds spin,
+                          const Deadline& deadline, std::chrono::nanoseconds spin, const std::string& from,
                           const std::function<void()>& watch) {
   const Control& control = memory.control();
   static const std::string owner = "this memory";
@@ -57,7 +57,8 @@ std::uint64_t wait_signal(const Memory& memory, Counters& counters, std::uint32_
   const bool in_time = control.event().await(ready, deadline, spin, &slept);
   if (slept) counters.add(Count::Sleeps);
   if (!in_time) {
-    fail(ErrorKind::DeadlineExceeded, "wait_signal: signal ", index, " stands at ", value, ", waited for ", at_least);
+    fail(ErrorKind::DeadlineExceeded, "wait_signal: the deadline passed; signal ", index, " stands at ", value, ", waited for ",
+         at_least, " from ", from);
   }
   return value;
 }

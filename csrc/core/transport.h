@@ -108,7 +108,9 @@ class Connection {
  public:
   virtual ~Connection() = default;
 
-  // The target for one of the peer's memories. The first time, the peer is asked for it; later the same one is returned.
+  // The target for the whole of the memory that `remote` is a part of. The first time, the peer is asked for it; later the
+  // same one is returned, so that all parts of a memory share one mapping and one order of operations. HandleError if
+  // `remote` is not within it.
   virtual std::shared_ptr<Target> target(const RemoteMemory& remote, const Deadline& deadline) = 0;
   // A target of its own, that can be closed without ending any other.
   virtual std::shared_ptr<Target> attach(const RemoteMemory& remote, const Deadline& deadline) = 0;
@@ -141,11 +143,13 @@ class Transport {
 // Grows whenever any peer is lost: a cheap way to see that nothing has happened.
 std::uint64_t losses();
 
-// Waits until signal `index` of `memory` has reached `at_least`, and returns its value. `watch` is called when peers were
+// Waits until signal `index` of `memory` has reached `at_least`, and returns its value. `from` says in messages who is
+// waited for. `watch` is called when peers were
 // lost, and once at the start: it throws if one of them ends the wait. Throws DeadlineExceeded, and StaleHandle if the
 // memory is closed meanwhile.
 std::uint64_t wait_signal(const Memory& memory, Counters& counters, std::uint32_t index, std::uint64_t at_least,
-                          const Deadline& deadline, std::chrono::nanoseconds spin, const std::function<void()>& watch);
+                          const Deadline& deadline, std::chrono::nanoseconds spin, const std::string& from,
+                          const std::function<void()>& watch);
 void check_signal(const char* operation, const std::string& owner, std::uint32_t index, std::uint32_t signals);
 
 // Throws BoundsError unless [offset, offset + nbytes) lies in `limit` bytes.

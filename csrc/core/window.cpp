@@ -33,17 +33,18 @@ std::uint64_t Window::wait_signal(std::uint32_t index, std::optional<std::uint64
                                   std::optional<std::int64_t> source, const Deadline& deadline,
                                   std::chrono::nanoseconds spin) {
   Memory& memory = own_memory("wait_signal");
-  if (source) target("wait_signal", *source);
+  static const std::string anybody = "any rank";
+  const std::string& from = source ? target("wait_signal", *source).peer().name() : anybody;
   check_signal("wait_signal", name_, index, memory.control().signals());
   const auto watch = [&] { check_sources(source); };
-  if (at_least) return onesided::wait_signal(memory, *waits_, index, *at_least, deadline, spin, watch);
+  if (at_least) return onesided::wait_signal(memory, *waits_, index, *at_least, deadline, spin, from, watch);
   // Whoever of several threads sees the next signal first takes it; the others wait for the one after.
   std::unique_lock lock(consumed_mutex_);
   std::uint64_t& consumed = consumed_[index];
   for (;;) {
     const std::uint64_t wanted = consumed + 1;
     lock.unlock();
-    const std::uint64_t value = onesided::wait_signal(memory, *waits_, index, wanted, deadline, spin, watch);
+    const std::uint64_t value = onesided::wait_signal(memory, *waits_, index, wanted, deadline, spin, from, watch);
     lock.lock();
     if (!reached(value, consumed + 1)) continue;
     ++consumed;

@@ -225,20 +225,28 @@ void Strand::end_queued(std::unique_lock<std::mutex>& lock, Queue::iterator firs
   for (const auto& work : ended) work->body_ = nullptr;
 }
 
+bool Strand::empty() {
+  std::lock_guard lock(mutex_);
+  return queue_.empty() && running_ == nullptr;
+}
+
+// Ends everything that is queued or running, and returns when it has ended.
+void Strand::cancel_all() {
+  std::unique_lock lock(mutex_);
+  if (running_ != nullptr) running_->cancelled_.store(true);
+  end_queued(lock, queue_.begin());
+  InterruptScope undisturbed(nullptr);
+  changed_.await([this] { return empty(); }, Deadline::never());
+}
+
 void Strand::drain(const Deadline& deadline) {
   check_not_forked(made_in_, "this window");
   if (idle()) return;
-  const auto empty = [this] {
-    std::lock_guard look(mutex_);
-    return queue_.empty() && running_ == nullptr;
-  };
-  if (!changed_.await(empty, deadline)) {
+  if (!changed_.await([this] { return empty(); }, deadline)) {
     std::unique_lock lock(mutex_);
     const std::size_t before = failed_.size();  // what fails from here on is told by the error below
-    if (running_ != nullptr) running_->cancelled_.store(true);
-    end_queued(lock, queue_.begin());
-    InterruptScope undisturbed(nullptr);
-    changed_.await(empty, Deadline::never());
+    lock.unlock();
+    cancel_all();
     lock.lock();
     forget_failures(before);
     fail(ErrorKind::DeadlineExceeded, "the deadline passed before all earlier operations were complete; the rest are cancelled");
@@ -252,15 +260,21 @@ void Strand::drain(const Deadline& deadline) {
   }
 }
 
-void Strand::close(const Deadline& deadline) noexcept {
+void Strand::close(const Deadline& deadline) {
+  std::exception_ptr interrupted;
   try {
     drain(deadline);
-  } catch (const std::exception&) {
-    // Each Work carries its own error; the strand has nobody left to tell.
+  } catch (const Error&) {
+    // Each Work carries its own error.
+  } catch (...) {
+    interrupted = std::current_exception();
+    cancel_all();
   }
-  if (made_in_ != fork_generation()) return;
-  std::lock_guard lock(mutex_);
-  forget_failures(0);
+  if (made_in_ == fork_generation()) {
+    std::lock_guard lock(mutex_);
+    forget_failures(0);
+  }
+  if (interrupted != nullptr) std::rethrow_exception(interrupted);
 }
 
 }  // namespace onesided

@@ -75,8 +75,9 @@ class Strand : public std::enable_shared_from_this<Strand> {
   std::uint64_t failures_told();
   bool failed_beyond(std::uint64_t told);
 
-  // Drains until the deadline, then cancels; throws nothing and leaves no operation behind. Waits of the works end.
-  void close(const Deadline& deadline) noexcept;
+  // Drains until the deadline, then cancels; leaves no operation behind. Throws only what an interrupt throws, and then
+  // has cancelled too. Failures are not told: each Work carries its own.
+  void close(const Deadline& deadline);
 
   // Cheap: true if drain() has nothing to do.
   bool idle() const { return unsettled_.load(std::memory_order_acquire) == 0; }
@@ -93,6 +94,8 @@ class Strand : public std::enable_shared_from_this<Strand> {
   void settle(const std::shared_ptr<Work>& work);
   void end_queued(std::unique_lock<std::mutex>& lock, Queue::iterator first);
   void forget_failures(std::size_t but);
+  bool empty();
+  void cancel_all();
 
   const std::uint32_t made_in_ = fork_generation();
   std::mutex mutex_;

@@ -93,7 +93,7 @@ stay valid after close() for as long as they live.)")
             const auto memory = self.core;
             const auto counters = counters_for("memory", "");
             Blocking blocking;
-            return wait_signal(*memory, *counters, signal, count, deadline, kSpin, [] {});
+            return wait_signal(*memory, *counters, signal, count, deadline, kSpin, "a peer", [] {});
           },
           nb::arg("index"), nb::arg("at_least"), nb::arg("timeout_s").none() = nb::none(),
           nb::sig("def wait_signal(self, index: int, at_least: int, timeout_s: float | None = None) -> int"),

@@ -48,9 +48,9 @@ struct Put {
         options(how(async_op, deadline, buffer)) {}
 
   template <class Owner>
-  nb::object run_on(const std::shared_ptr<Owner>& owner, Target& target) const {
+  nb::object run_on(const std::shared_ptr<Owner>& owner, Target& target, std::uint64_t base = 0) const {
     return run(options.async || buffer.nbytes() > kCopyUnderGil || (then && target.busy()), owner,
-               [&] { return target.write(buffer.data(), buffer.nbytes(), offset, then, options); });
+               [&] { return target.write(buffer.data(), buffer.nbytes(), base + offset, then, options); });
   }
 };
 
@@ -65,9 +65,9 @@ struct Get {
         options(how(async_op, deadline, buffer)) {}
 
   template <class Owner>
-  nb::object run_on(const std::shared_ptr<Owner>& owner, Target& target) const {
+  nb::object run_on(const std::shared_ptr<Owner>& owner, Target& target, std::uint64_t base = 0) const {
     return run(options.async || buffer.nbytes() > kCopyUnderGil, owner,
-               [&] { return target.read(buffer.data(), buffer.nbytes(), offset, options); });
+               [&] { return target.read(buffer.data(), buffer.nbytes(), base + offset, options); });
   }
 };
 

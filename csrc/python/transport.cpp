@@ -16,9 +16,13 @@ struct PyConnection {
     core->close();
   }
 
-  std::shared_ptr<Target> target(RemoteMemory& remote, const Deadline& deadline) const {
+  std::shared_ptr<Target> target(const RemoteMemory& remote, const Deadline& deadline) const {
     Blocking blocking;
     return core->target(remote, deadline);
+  }
+  // The target of a memory is the whole of it: what `remote` describes is bounded here.
+  void check(const char* operation, const RemoteMemory& remote, std::uint64_t offset, std::uint64_t nbytes) const {
+    check_bounds(operation, core->peer().name(), offset, nbytes, remote.nbytes);
   }
 };
 
@@ -47,8 +51,9 @@ Thread-safe. Once lost it stays lost: make a new one.)")
              nb::handle add, bool async_op, nb::handle timeout_s) {
             const Deadline deadline = to_deadline(timeout_s);
             const Put put(source, offset_bytes, signal, add, async_op, deadline);
+            self.check("write", remote, put.offset, put.buffer.nbytes());
             const auto target = self.target(remote, deadline);
-            return put.run_on(target, *target);
+            return put.run_on(target, *target, remote.offset);
           },
           nb::arg("source"), nb::arg("remote"), nb::arg("offset_bytes") = 0, nb::kw_only(), nb::arg("signal").none() = nb::none(),
           nb::arg("add") = 1, nb::arg("async_op") = false, nb::arg("timeout_s").none() = nb::none(),
@@ -60,8 +65,9 @@ Thread-safe. Once lost it stays lost: make a new one.)")
              nb::handle timeout_s) {
             const Deadline deadline = to_deadline(timeout_s);
             const Get get(destination, offset_bytes, async_op, deadline);
+            self.check("read", remote, get.offset, get.buffer.nbytes());
             const auto target = self.target(remote, deadline);
-            return get.run_on(target, *target);
+            return get.run_on(target, *target, remote.offset);
           },
           nb::arg("destination"), nb::arg("remote"), nb::arg("offset_bytes") = 0, nb::kw_only(), nb::arg("async_op") = false,
           nb::arg("timeout_s").none() = nb::none(),
@@ -81,7 +87,9 @@ Thread-safe. Once lost it stays lost: make a new one.)")
       .def(
           "fetch_add",
           [](PyConnection& self, RemoteMemory& remote, nb::handle offset_bytes, nb::handle add) {
-            return self.target(remote, Deadline::never())->fetch_add(to_u64(offset_bytes, "offset_bytes"), to_word(add, "add"));
+            const std::uint64_t offset = to_u64(offset_bytes, "offset_bytes"), value = to_word(add, "add");
+            self.check("fetch_add", remote, offset, sizeof value);
+            return self.target(remote, Deadline::never())->fetch_add(remote.offset + offset, value);
           },
           nb::arg("remote"), nb::arg("offset_bytes"), nb::arg("add"),
           nb::sig("def fetch_add(self, remote: RemoteMemory, offset_bytes: int, add: int) -> int"),
@@ -89,8 +97,10 @@ Thread-safe. Once lost it stays lost: make a new one.)")
       .def(
           "compare_swap",
           [](PyConnection& self, RemoteMemory& remote, nb::handle offset_bytes, nb::handle expected, nb::handle desired) {
-            return self.target(remote, Deadline::never())
-                ->compare_swap(to_u64(offset_bytes, "offset_bytes"), to_word(expected, "expected"), to_word(desired, "desired"));
+            const std::uint64_t offset = to_u64(offset_bytes, "offset_bytes");
+            const std::uint64_t from = to_word(expected, "expected"), to = to_word(desired, "desired");
+            self.check("compare_swap", remote, offset, sizeof from);
+            return self.target(remote, Deadline::never())->compare_swap(remote.offset + offset, from, to);
           },
           nb::arg("remote"), nb::arg("offset_bytes"), nb::arg("expected"), nb::arg("desired"),
           nb::sig("def compare_swap(self, remote: RemoteMemory, offset_bytes: int, expected: int, desired: int) -> int"),

@@ -34,7 +34,7 @@ std::shared_ptr<ShmConnection> ShmConnection::open(std::shared_ptr<Hub> hub, con
   }
   Fd socket = connect_to(peer.address, deadline);
   const PeerCredentials credentials = shm::credentials(socket.get());
-  if (credentials.uid != ::geteuid() && credentials.uid != 0) {
+  if (credentials.uid != ::geteuid() && ::geteuid() != 0) {  // as the peer will see it, see Hub::accept_all
     fail(ErrorKind::RemoteAccess, "connect: ", name, " is owned by user ", credentials.uid, ", this process by ", ::geteuid());
   }
   std::shared_ptr<ShmConnection> connection(new ShmConnection(hub, peer, name, std::move(socket), credentials));
@@ -93,15 +93,25 @@ Reply ShmConnection::ask(Request request, std::vector<Fd>* fds, const Deadline& 
 }
 
 std::shared_ptr<Target> ShmConnection::target(const RemoteMemory& remote, const Deadline& deadline) {
-  const std::string handle = remote.to_bytes();
+  auto target = known_target(remote, deadline);
+  if (remote.offset > target->nbytes() || remote.nbytes > target->nbytes() - remote.offset) {
+    fail(ErrorKind::Handle, "attach: this handle describes more than the ", target->nbytes(), " bytes of the memory");
+  }
+  return target;
+}
+
+std::shared_ptr<ShmTarget> ShmConnection::known_target(const RemoteMemory& remote, const Deadline& deadline) {
+  check_not_forked(hub_->made_in(), "this connection");
+  if (remote.kind != TransportKind::Shm || remote.transport != transport_) refuse_handle();
+  const std::pair memory(remote.memory_id, remote.key);
   {
     std::lock_guard lock(targets_mutex_);
-    if (const auto known = targets_.find(handle); known != targets_.end()) {
+    if (const auto known = targets_.find(memory); known != targets_.end()) {
       counters_->add(Count::CacheHits);
       return known->second;
     }
   }
-  auto target = std::static_pointer_cast<ShmTarget>(attach(remote, deadline));
+  auto target = open_memory(remote, true, deadline);
   std::vector<std::shared_ptr<Target>> ended;  // outlives the lock
   std::lock_guard lock(targets_mutex_);
   if (closed_.load()) fail(ErrorKind::StaleHandle, "attach: this connection is closed");
@@ -114,15 +124,18 @@ std::shared_ptr<Target> ShmConnection::target(const RemoteMemory& remote, const 
     ended.push_back(std::move(known->second));
     known = targets_.erase(known);
   }
-  return targets_.emplace(handle, std::move(target)).first->second;
+  return targets_.emplace(memory, std::move(target)).first->second;
 }
 
 std::shared_ptr<Target> ShmConnection::attach(const RemoteMemory& remote, const Deadline& deadline) {
+  return open_memory(remote, false, deadline);
+}
+
+// Asks the peer for the memory, maps it, and makes a target for all of it or for what `remote` describes.
+std::shared_ptr<ShmTarget> ShmConnection::open_memory(const RemoteMemory& remote, bool whole, const Deadline& deadline) {
   hub_->check_usable("this transport");
   if (closed_.load()) fail(ErrorKind::StaleHandle, "attach: this connection is closed");
-  if (remote.kind != TransportKind::Shm || remote.transport != transport_) {
-    fail(ErrorKind::Handle, "attach: this handle is not of a memory of ", peer_->name());
-  }
+  if (remote.kind != TransportKind::Shm || remote.transport != transport_) refuse_handle();
   Request request;
   request.type = Request::Type::Attach;
   request.id = remote.memory_id;
@@ -137,7 +150,8 @@ std::shared_ptr<Target> ShmConnection::attach(const RemoteMemory& remote, const 
   parts.counters = counters_;
   parts.made_in = fork_generation();
   parts.access = static_cast<Access>(static_cast<unsigned>(remote.access) & reply.access & 3);
-  parts.nbytes = remote.nbytes;
+  parts.nbytes = whole ? reply.nbytes : remote.nbytes;
+  const std::uint64_t offset = whole ? 0 : remote.offset;
   parts.slot = reply.slot;
   parts.keep = {shared_from_this()};
   parts.detach = [this, id = remote.memory_id, slot = reply.slot] { give_back(id, slot); };
@@ -154,7 +168,7 @@ std::shared_ptr<Target> ShmConnection::attach(const RemoteMemory& remote, const 
     parts.keep.push_back(control);
     if (is_private) {
       parts.shareable = false;
-      parts.cross = {pid_, pidfd_.get(), reply.address + remote.offset};
+      parts.cross = {pid_, pidfd_.get(), reply.address + offset};
       if (const std::string why = probe_cross_memory(pid_, reply.probe_address, transport_); !why.empty()) {
         fail(ErrorKind::Unsupported, "attach: the memory of ", peer_->name(), " is private and this system does not let one process ",
              "reach into another: ", why, "; use memory from Window.allocate or transport.allocate instead");
@@ -164,7 +178,7 @@ std::shared_ptr<Target> ShmConnection::attach(const RemoteMemory& remote, const 
       if (reply.segment_offset > data->nbytes() || reply.nbytes > data->nbytes() - reply.segment_offset) {
         fail(ErrorKind::ConnectionLost, "attach: ", peer_->name(), " described its memory wrongly");
       }
-      parts.mapped = data->base() + reply.segment_offset + remote.offset;
+      parts.mapped = data->base() + reply.segment_offset + offset;
       parts.keep.push_back(data);
     }
   } catch (...) {
@@ -179,6 +193,10 @@ std::shared_ptr<Target> ShmConnection::attach(const RemoteMemory& remote, const 
                   attached_.end());
   attached_.push_back(target);
   return target;
+}
+
+void ShmConnection::refuse_handle() const {
+  fail(ErrorKind::Handle, "attach: this handle is not of a memory of ", peer_->name());
 }
 
 void ShmConnection::give_back(std::uint64_t memory_id, std::uint32_t slot) {
@@ -199,7 +217,7 @@ void ShmConnection::lose_peer(bool process_ended) {
 void ShmConnection::close() {
   if (hub_->forked()) return;
   std::vector<std::shared_ptr<Target>> open;
-  std::unordered_map<std::string, std::shared_ptr<ShmTarget>> cached;
+  decltype(targets_) cached;
   {
     std::lock_guard lock(targets_mutex_);
     if (closed_.exchange(true)) return;

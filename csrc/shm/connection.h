@@ -1,6 +1,7 @@
 // The way from this process to one peer on the same host.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -31,7 +32,10 @@ class ShmConnection final : public Connection, public std::enable_shared_from_th
   ShmConnection(std::shared_ptr<Hub> hub, const Endpoint& peer, const std::string& name, Fd socket,
                 PeerCredentials credentials);
 
+  std::shared_ptr<ShmTarget> open_memory(const RemoteMemory& remote, bool whole, const Deadline& deadline);
+  std::shared_ptr<ShmTarget> known_target(const RemoteMemory& remote, const Deadline& deadline);
   Reply ask(Request request, std::vector<Fd>* fds, const Deadline& deadline);
+  [[noreturn]] void refuse_handle() const;
   void give_back(std::uint64_t memory_id, std::uint32_t slot);
 
   const std::shared_ptr<Hub> hub_;
@@ -46,7 +50,7 @@ class ShmConnection final : public Connection, public std::enable_shared_from_th
   Event asked_;
   std::uint64_t next_request_ = 1;
   std::mutex targets_mutex_;
-  std::unordered_map<std::string, std::shared_ptr<ShmTarget>> targets_;  // by handle
+  std::map<std::pair<std::uint64_t, Token>, std::shared_ptr<ShmTarget>> targets_;  // by memory and key
   std::vector<std::weak_ptr<Target>> attached_;
 };
 

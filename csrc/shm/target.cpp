@@ -114,6 +114,7 @@ class ShmTarget::Between final : public Checkpoint {
 
 // The slot goes back only here: whoever may still count on it holds this object.
 ShmTarget::~ShmTarget() {
+  InterruptScope undisturbed(nullptr);  // Ctrl-C ends waits of the caller's, not this
   close();
   if (at_.made_in == fork_generation() && at_.detach) at_.detach();
 }
@@ -331,7 +332,12 @@ std::shared_ptr<Work> ShmTarget::run_later(const How& how, std::function<void(Sh
             UnderWay::look(target, "put or get");
           }
         } between(cancel, *self);
-        operation(*self, between);
+        try {
+          operation(*self, between);
+        } catch (const Error&) {
+          self->at_.counters->add(Count::Errors);
+          throw;
+        }
       },
       how.deadline);
 }
