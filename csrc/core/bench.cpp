@@ -46,34 +46,38 @@ double bench_put_latency(Window& window, unsigned peer, const void* source, std:
   if (nbytes < 8 || nbytes > memory.nbytes()) fail(ErrorKind::Bounds, "a latency needs 8 bytes or more of the window");
   auto& mine = *reinterpret_cast<std::uint64_t*>(static_cast<char*>(memory.data()) + (nbytes - 8) / 8 * 8);
   auto& last = *reinterpret_cast<std::uint64_t*>(static_cast<char*>(const_cast<void*>(source)) + (nbytes - 8) / 8 * 8);
-  return seconds_each(iterations, [&](unsigned round) {
-           const auto send = [&] {
-             last = round + 1;
-             target.write(source, nbytes, 0, std::nullopt, How{});
-             target.flush(Deadline::never());
-           };
-           if (first) send();
-           const Deadline patience = Deadline::after(kPatience);
-           for (unsigned spins = 1; std::atomic_ref(mine).load(std::memory_order_acquire) != round + 1; ++spins) {
-             pause_cpu();
-             if (spins % (1u << 20) == 0) {
-               check_interrupt();
-               if (patience.passed()) fail(ErrorKind::DeadlineExceeded, "the other side of the ping-pong does not answer");
-             }
-           }
-           if (!first) send();
-         }) /
+  return seconds_each(iterations,
+                      [&](unsigned round) {
+                        const auto send = [&] {
+                          last = round + 1;
+                          target.write(source, nbytes, 0, std::nullopt, How{});
+                          target.flush(Deadline::never());
+                        };
+                        if (first) send();
+                        const Deadline patience = Deadline::after(kPatience);
+                        for (unsigned spins = 1; std::atomic_ref(mine).load(std::memory_order_acquire) != round + 1;
+                             ++spins) {
+                          pause_cpu();
+                          if (spins % (1u << 20) == 0) {
+                            check_interrupt();
+                            if (patience.passed())
+                              fail(ErrorKind::DeadlineExceeded, "the other side of the ping-pong does not answer");
+                          }
+                        }
+                        if (!first) send();
+                      }) /
          2;
 }
 
-double bench_signal_latency(Window& window, unsigned peer, const void* source, std::uint64_t nbytes, unsigned iterations,
-                            bool first, std::uint64_t already) {
+double bench_signal_latency(Window& window, unsigned peer, const void* source, std::uint64_t nbytes,
+                            unsigned iterations, bool first, std::uint64_t already) {
   Target& target = window.target("put", peer);
-  return seconds_each(iterations, [&](unsigned round) {
-           if (first) target.write(source, nbytes, 0, Signal{0, 1}, How{});
-           window.wait_signal(0, already + round + 1, peer, Deadline::after(kPatience), kSpinning);
-           if (!first) target.write(source, nbytes, 0, Signal{0, 1}, How{});
-         }) /
+  return seconds_each(iterations,
+                      [&](unsigned round) {
+                        if (first) target.write(source, nbytes, 0, Signal{0, 1}, How{});
+                        window.wait_signal(0, already + round + 1, peer, Deadline::after(kPatience), kSpinning);
+                        if (!first) target.write(source, nbytes, 0, Signal{0, 1}, How{});
+                      }) /
          2;
 }
 

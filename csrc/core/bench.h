@@ -15,9 +15,10 @@ double bench_fetch_add(Window& window, unsigned peer, unsigned iterations);
 // Both sides of a ping-pong run at the same time with the same arguments, one of them with `first`. Half a round trip.
 // put_latency watches the last whole word of the window's own memory, which must be zero; signal_latency waits for signal 0,
 // which stands at `already` on both sides.
-double bench_put_latency(Window& window, unsigned peer, const void* source, std::uint64_t nbytes, unsigned iterations, bool first);
-double bench_signal_latency(Window& window, unsigned peer, const void* source, std::uint64_t nbytes, unsigned iterations, bool first,
-                            std::uint64_t already);
+double bench_put_latency(Window& window, unsigned peer, const void* source, std::uint64_t nbytes, unsigned iterations,
+                         bool first);
+double bench_signal_latency(Window& window, unsigned peer, const void* source, std::uint64_t nbytes,
+                            unsigned iterations, bool first, std::uint64_t already);
 
 // One-thread memcpy, the limit.
 double bench_memcpy(void* target, const void* source, std::uint64_t nbytes, unsigned iterations);

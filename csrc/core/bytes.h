@@ -30,7 +30,8 @@ class ByteWriter {
   void put(const Token& token) { bytes_.append(token.begin(), token.end()); }
   // A length of one byte, then the text.
   void put(std::string_view name) {
-    if (name.size() > 255) fail(ErrorKind::Handle, "a name of ", name.size(), " bytes does not fit a handle (255 at most)");
+    if (name.size() > 255)
+      fail(ErrorKind::Handle, "a name of ", name.size(), " bytes does not fit a handle (255 at most)");
     put(static_cast<std::uint8_t>(name.size()));
     bytes_.append(name);
   }

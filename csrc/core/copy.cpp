@@ -48,20 +48,20 @@ __attribute__((target("avx512f"))) void stream_wide_line(char* target, const cha
   _mm512_stream_si512(reinterpret_cast<__m512i*>(target), _mm512_loadu_si512(source));
 }
 
-#define ONESIDED_COPY_STREAMING(name, feature, line)                                                       \
-  __attribute__((target(feature))) void name(char* target, const char* source, std::size_t nbytes) {       \
-    const std::size_t head = std::min(nbytes, (64 - reinterpret_cast<std::uintptr_t>(target) % 64) % 64);  \
-    std::memcpy(target, source, head);                                                                     \
-    std::size_t done = head;                                                                               \
-    for (; done + kStreams * kPage <= nbytes; done += kStreams * kPage) {                                  \
-      for (std::size_t at = done; at < done + kPage; at += 64) {                                           \
-        for (std::size_t page = 0; page < kStreams * kPage; page += kPage) {                               \
-          line(target + at + page, source + at + page);                                                    \
-        }                                                                                                  \
-      }                                                                                                    \
-    }                                                                                                      \
-    _mm_sfence();                                                                                          \
-    std::memcpy(target + done, source + done, nbytes - done);                                              \
+#define ONESIDED_COPY_STREAMING(name, feature, line)                                                      \
+  __attribute__((target(feature))) void name(char* target, const char* source, std::size_t nbytes) {      \
+    const std::size_t head = std::min(nbytes, (64 - reinterpret_cast<std::uintptr_t>(target) % 64) % 64); \
+    std::memcpy(target, source, head);                                                                    \
+    std::size_t done = head;                                                                              \
+    for (; done + kStreams * kPage <= nbytes; done += kStreams * kPage) {                                 \
+      for (std::size_t at = done; at < done + kPage; at += 64) {                                          \
+        for (std::size_t page = 0; page < kStreams * kPage; page += kPage) {                              \
+          line(target + at + page, source + at + page);                                                   \
+        }                                                                                                 \
+      }                                                                                                   \
+    }                                                                                                     \
+    _mm_sfence();                                                                                         \
+    std::memcpy(target + done, source + done, nbytes - done);                                             \
   }
 // One loop for two instruction sets: a function inlines only into one that may use the same instructions.
 ONESIDED_COPY_STREAMING(copy_streaming_avx2, "avx2", stream_line)
@@ -300,7 +300,8 @@ std::vector<std::string> copy_methods() {
 void copy_memory_by(const std::string& method, void* target, const void* source, std::size_t nbytes) {
   const auto named = std::find(std::begin(kMethodNames), std::end(kMethodNames), method);
   if (named == std::end(kMethodNames)) fail(ErrorKind::Unsupported, "no copy method is called '", method, "'");
-  copy_by(usable(static_cast<unsigned>(named - kMethodNames)), static_cast<char*>(target), static_cast<const char*>(source), nbytes);
+  copy_by(usable(static_cast<unsigned>(named - kMethodNames)), static_cast<char*>(target),
+          static_cast<const char*>(source), nbytes);
 }
 
 }  // namespace onesided

@@ -14,8 +14,8 @@ class Deadline {
   static Deadline after(double seconds) {
     // Beyond a century is never; the conversion to ticks would overflow.
     if (!(seconds < 3e9)) return never();
-    return Deadline(Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                       std::chrono::duration<double>(std::max(seconds, 0.0))));
+    return Deadline(Clock::now() +
+                    std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::max(seconds, 0.0))));
   }
 
   bool is_never() const { return at_ == Clock::time_point::max(); }

@@ -57,8 +57,8 @@ std::uint64_t wait_signal(const Memory& memory, Counters& counters, std::uint32_
   const bool in_time = control.event().await(ready, deadline, spin, &slept);
   if (slept) counters.add(Count::Sleeps);
   if (!in_time) {
-    fail(ErrorKind::DeadlineExceeded, "wait_signal: the deadline passed; signal ", index, " stands at ", value, ", waited for ",
-         at_least, " from ", from);
+    fail(ErrorKind::DeadlineExceeded, "wait_signal: the deadline passed; signal ", index, " stands at ", value,
+         ", waited for ", at_least, " from ", from);
   }
   return value;
 }

@@ -24,7 +24,8 @@ void Window::refuse_rank(const char* operation, std::int64_t peer) const {
 Memory& Window::own_memory(const char* operation) const {
   check_not_forked(made_in_, "this window");
   if (memory_ == nullptr) {
-    fail(ErrorKind::Unsupported, operation, ": window '", name_, "' is attached: its memory and its signals belong to its owner");
+    fail(ErrorKind::Unsupported, operation, ": window '", name_,
+         "' is attached: its memory and its signals belong to its owner");
   }
   return *memory_;
 }

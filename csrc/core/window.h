@@ -38,8 +38,9 @@ class Window {
   // anybody, and the wait fails as soon as anybody is lost who was not acknowledged (see acknowledge_lost). Without
   // `at_least`, consumes one: waits for one more than all such waits on this index have consumed. A wait that fails
   // consumes nothing.
-  std::uint64_t wait_signal(std::uint32_t index, std::optional<std::uint64_t> at_least, std::optional<std::int64_t> source,
-                            const Deadline& deadline, std::chrono::nanoseconds spin);
+  std::uint64_t wait_signal(std::uint32_t index, std::optional<std::uint64_t> at_least,
+                            std::optional<std::int64_t> source, const Deadline& deadline,
+                            std::chrono::nanoseconds spin);
   std::uint64_t signal_value(std::uint32_t index) const;
 
   // All peers that operations were issued to; if some fail, the others are still flushed and the first failure is thrown.

@@ -188,9 +188,8 @@ void Strand::forget_failures(std::size_t but) {
 
 std::uint64_t Strand::failures_told() {
   std::lock_guard lock(mutex_);
-  return failures_ - static_cast<std::uint64_t>(std::count_if(failed_.begin(), failed_.end(), [](const auto& work) {
-           return !work->observed_.load();
-         }));
+  return failures_ - static_cast<std::uint64_t>(std::count_if(
+                         failed_.begin(), failed_.end(), [](const auto& work) { return !work->observed_.load(); }));
 }
 
 bool Strand::failed_beyond(std::uint64_t told) {
@@ -249,7 +248,8 @@ void Strand::drain(const Deadline& deadline) {
     cancel_all();
     lock.lock();
     forget_failures(before);
-    fail(ErrorKind::DeadlineExceeded, "the deadline passed before all earlier operations were complete; the rest are cancelled");
+    fail(ErrorKind::DeadlineExceeded,
+         "the deadline passed before all earlier operations were complete; the rest are cancelled");
   }
   std::unique_lock lock(mutex_);
   const Queue failed = failed_;

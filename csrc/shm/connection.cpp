@@ -30,12 +30,14 @@ std::shared_ptr<ShmConnection> ShmConnection::open(std::shared_ptr<Hub> hub, con
     fail(ErrorKind::Handle, "connect: this endpoint is of kind '", onesided::name_of(peer.kind), "', not 'shm'");
   }
   if (peer.host != host_token()) {
-    fail(ErrorKind::Unsupported, "connect: ", name, " runs on another host or in another network namespace; shm reaches neither");
+    fail(ErrorKind::Unsupported, "connect: ", name,
+         " runs on another host or in another network namespace; shm reaches neither");
   }
   Fd socket = connect_to(peer.address, deadline);
   const PeerCredentials credentials = shm::credentials(socket.get());
   if (credentials.uid != ::geteuid() && ::geteuid() != 0) {  // as the peer will see it, see Hub::accept_all
-    fail(ErrorKind::RemoteAccess, "connect: ", name, " is owned by user ", credentials.uid, ", this process by ", ::geteuid());
+    fail(ErrorKind::RemoteAccess, "connect: ", name, " is owned by user ", credentials.uid, ", this process by ",
+         ::geteuid());
   }
   std::shared_ptr<ShmConnection> connection(new ShmConnection(hub, peer, name, std::move(socket), credentials));
   Request hello;
@@ -57,7 +59,9 @@ ShmConnection::~ShmConnection() {
 }
 
 Reply ShmConnection::ask(Request request, std::vector<Fd>* fds, const Deadline& deadline) {
-  const auto silent = [&] { fail(ErrorKind::DeadlineExceeded, peer_->name(), " does not answer (its process may be stopped)"); };
+  const auto silent = [&] {
+    fail(ErrorKind::DeadlineExceeded, peer_->name(), " does not answer (its process may be stopped)");
+  };
   if (!asked_.await([this] { return !asking_.exchange(true); }, deadline)) silent();
   struct Asking {
     ShmConnection& connection;
@@ -69,7 +73,8 @@ Reply ShmConnection::ask(Request request, std::vector<Fd>* fds, const Deadline& 
   request.request_id = next_request_++;
   if (peer_->lost()) peer_->fail_lost("attach");
   if (!wait_writable(socket_.get(), deadline)) silent();
-  if (!send_message(socket_.get(), request)) fail(ErrorKind::ConnectionLost, "attach: the connection to ", peer_->name(), " has ended");
+  if (!send_message(socket_.get(), request))
+    fail(ErrorKind::ConnectionLost, "attach: the connection to ", peer_->name(), " has ended");
   Reply reply;
   try {
     do {
@@ -87,7 +92,8 @@ Reply ShmConnection::ask(Request request, std::vector<Fd>* fds, const Deadline& 
   }
   if (reply.error != 0) {
     const auto kind = reply.error < kErrorKinds ? static_cast<ErrorKind>(reply.error) : ErrorKind::Onesided;
-    throw Error(kind, text(peer_->name(), ": ", std::string(reply.message.data(), ::strnlen(reply.message.data(), reply.message.size()))));
+    throw Error(kind, text(peer_->name(), ": ",
+                           std::string(reply.message.data(), ::strnlen(reply.message.data(), reply.message.size()))));
   }
   return reply;
 }
@@ -132,7 +138,8 @@ std::shared_ptr<Target> ShmConnection::attach(const RemoteMemory& remote, const 
 }
 
 // Asks the peer for the memory, maps it, and makes a target for all of it or for what `remote` describes.
-std::shared_ptr<ShmTarget> ShmConnection::open_memory(const RemoteMemory& remote, bool whole, const Deadline& deadline) {
+std::shared_ptr<ShmTarget> ShmConnection::open_memory(const RemoteMemory& remote, bool whole,
+                                                      const Deadline& deadline) {
   hub_->check_usable("this transport");
   if (closed_.load()) fail(ErrorKind::StaleHandle, "attach: this connection is closed");
   if (remote.kind != TransportKind::Shm || remote.transport != transport_) refuse_handle();
@@ -143,7 +150,8 @@ std::shared_ptr<ShmTarget> ShmConnection::open_memory(const RemoteMemory& remote
   std::vector<Fd> fds;
   const Reply reply = ask(request, &fds, deadline);
   const bool is_private = reply.segment_nbytes == 0;
-  if (fds.size() != (is_private ? 1u : 2u)) fail(ErrorKind::ConnectionLost, "attach: ", peer_->name(), " sent no memory");
+  if (fds.size() != (is_private ? 1u : 2u))
+    fail(ErrorKind::ConnectionLost, "attach: ", peer_->name(), " sent no memory");
 
   ShmTarget::Parts parts;
   parts.peer = peer_;
@@ -170,11 +178,13 @@ std::shared_ptr<ShmTarget> ShmConnection::open_memory(const RemoteMemory& remote
       parts.shareable = false;
       parts.cross = {pid_, pidfd_.get(), reply.address + offset};
       if (const std::string why = probe_cross_memory(pid_, reply.probe_address, transport_); !why.empty()) {
-        fail(ErrorKind::Unsupported, "attach: the memory of ", peer_->name(), " is private and this system does not let one process ",
-             "reach into another: ", why, "; use memory from Window.allocate or transport.allocate instead");
+        fail(ErrorKind::Unsupported, "attach: the memory of ", peer_->name(),
+             " is private and this system does not let one process ", "reach into another: ", why,
+             "; use memory from Window.allocate or transport.allocate instead");
       }
     } else {
-      auto data = Segment::map(std::move(fds[1]), reply.segment_nbytes, permits(static_cast<Access>(reply.access & 3), Access::Write));
+      auto data = Segment::map(std::move(fds[1]), reply.segment_nbytes,
+                               permits(static_cast<Access>(reply.access & 3), Access::Write));
       if (reply.segment_offset > data->nbytes() || reply.nbytes > data->nbytes() - reply.segment_offset) {
         fail(ErrorKind::ConnectionLost, "attach: ", peer_->name(), " described its memory wrongly");
       }

@@ -31,11 +31,13 @@ Token host_token() {
   // boot_id is a UUID as text; the network namespace decides who can see an abstract socket.
   std::string boot;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  struct stat network {};
+  struct stat network{};
   ::stat("/proc/self/ns/net", &network);
   Token token{};
-  for (std::size_t i = 0; i < boot.size(); ++i) token[i % token.size()] = static_cast<std::uint8_t>(token[i % token.size()] * 31 + boot[i]);
-  for (std::size_t i = 0; i < sizeof network.st_ino; ++i) token[i] ^= static_cast<std::uint8_t>(network.st_ino >> (8 * i));
+  for (std::size_t i = 0; i < boot.size(); ++i)
+    token[i % token.size()] = static_cast<std::uint8_t>(token[i % token.size()] * 31 + boot[i]);
+  for (std::size_t i = 0; i < sizeof network.st_ino; ++i)
+    token[i] ^= static_cast<std::uint8_t>(network.st_ino >> (8 * i));
   return token;
 }
 
@@ -47,7 +49,8 @@ Hub::Hub()
       epoll_(::epoll_create1(EPOLL_CLOEXEC)),
       wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   if (!epoll_ || !wake_) {
-    fail_errno(ErrorKind::Onesided, errno, "no descriptors for the transport's thread (RLIMIT_NOFILE: raise it with ulimit -n)");
+    fail_errno(ErrorKind::Onesided, errno,
+               "no descriptors for the transport's thread (RLIMIT_NOFILE: raise it with ulimit -n)");
   }
   add_to_epoll(epoll_.get(), listener_.get(), EPOLLIN);
   add_to_epoll(epoll_.get(), wake_.get(), EPOLLIN);
@@ -96,7 +99,8 @@ Endpoint Hub::bind(bool shared) {
   const std::uint64_t id = next_id_++;
   const Token secret = random_token();
   bound_[id] = {secret, shared};
-  return {TransportKind::Shm, shared, token_, host_token(), id, secret, static_cast<std::uint32_t>(::getpid()), address_};
+  return {
+      TransportKind::Shm, shared, token_, host_token(), id, secret, static_cast<std::uint32_t>(::getpid()), address_};
 }
 
 std::uint64_t Hub::next_memory_id() {
@@ -225,7 +229,8 @@ void Hub::serve(int socket) {
     // Sent with the lock held: until then, the descriptors must be those of a memory that is listed.
     std::lock_guard lock(mutex_);
     const Reply reply = answer(incoming_.at(socket), request, fds, keep_open);
-    if (request.type != Request::Type::Detach && request.type != Request::Type::GiveUp) sent = send_message(socket, reply, fds);
+    if (request.type != Request::Type::Detach && request.type != Request::Type::GiveUp)
+      sent = send_message(socket, reply, fds);
   }
   if (!sent) drop(socket);
 }
@@ -314,7 +319,8 @@ void Hub::check_watched(int fd) {
     pollfd again{fd, POLLRDHUP | POLLIN, 0};
     const bool is_pidfd = connection != nullptr && fd == connection->pidfd();
     if (::poll(&again, 1, 0) <= 0 || (again.revents & (is_pidfd ? POLLIN : POLLRDHUP | POLLHUP | POLLERR)) == 0) return;
-    ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);  // it has said what it can say; listed it stays until unwatch()
+    ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd,
+                nullptr);  // it has said what it can say; listed it stays until unwatch()
   }
   if (connection == nullptr) return;
   connection->lose_peer(fd == connection->pidfd());

@@ -84,7 +84,8 @@ class Hub : public std::enable_shared_from_this<Hub> {
   Reply answer(Incoming& peer, const Request& request, std::vector<int>& fds, std::vector<Fd>& keep_open);
   void free_slot(std::uint64_t memory_id, std::uint32_t slot, int socket);
   void greet(Incoming& peer, const Request& request);
-  void open_memory(Incoming& peer, const Request& request, Reply& reply, std::vector<int>& fds, std::vector<Fd>& keep_open);
+  void open_memory(Incoming& peer, const Request& request, Reply& reply, std::vector<int>& fds,
+                   std::vector<Fd>& keep_open);
   void drop(int socket);
   void check_watched(int fd);
 

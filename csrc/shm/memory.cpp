@@ -63,7 +63,8 @@ void ShmMemory::close(const Deadline& deadline) {
     const std::string stuck = stuck_peers();
     if (stuck.empty()) break;
     if (deadline.passed()) {
-      fail(ErrorKind::DeadlineExceeded, "close: ", stuck, " in the middle of an operation on this memory and may be stopped; ",
+      fail(ErrorKind::DeadlineExceeded, "close: ", stuck,
+           " in the middle of an operation on this memory and may be stopped; ",
            "the memory stays registered, close it again");
     }
     check_interrupt();
@@ -116,7 +117,8 @@ Description ShmMemory::describe() const {
       {"nbytes", std::to_string(nbytes_)},
       {"access", name_of(access_)},
       {"signals", std::to_string(control_.signals())},
-      {"memory", segment_ ? "shared (memfd): peers map it" : "private: peers go through cross-memory attach, no atomics"},
+      {"memory",
+       segment_ ? "shared (memfd): peers map it" : "private: peers go through cross-memory attach, no atomics"},
   };
 }
 

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "shm/segment.h"
 #include "core/transport.h"
+#include "shm/segment.h"
 
 namespace onesided::shm {
 

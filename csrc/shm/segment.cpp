@@ -24,7 +24,8 @@ namespace onesided::shm {
 namespace {
 
 constexpr std::uint64_t kPage = 4096;
-constexpr std::uint64_t kStep = std::uint64_t{256} << 20;  // pages are made present in steps, so that Ctrl-C gets through
+constexpr std::uint64_t kStep = std::uint64_t{256}
+                                << 20;  // pages are made present in steps, so that Ctrl-C gets through
 
 // Segments made by this process, by address.
 struct Listing {
@@ -83,7 +84,8 @@ void Fd::reset(int fd) {
 std::shared_ptr<Segment> Segment::create(std::uint64_t nbytes, const char* name) {
   const std::uint64_t available = available_memory();
   if (nbytes > available) {
-    fail(ErrorKind::Registration, "cannot allocate ", nbytes, " bytes of shared memory: ", available, " bytes are available");
+    fail(ErrorKind::Registration, "cannot allocate ", nbytes, " bytes of shared memory: ", available,
+         " bytes are available");
   }
   const std::uint64_t length = whole_pages(nbytes);
   Fd fd(::memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
@@ -115,7 +117,7 @@ std::shared_ptr<Segment> Segment::create(std::uint64_t nbytes, const char* name)
 }
 
 std::shared_ptr<Segment> Segment::map(Fd fd, std::uint64_t nbytes, bool writable) {
-  struct stat status {};
+  struct stat status{};
   const int seals = ::fcntl(fd.get(), F_GET_SEALS);
   if (seals < 0 || !(seals & F_SEAL_SHRINK) || ::fstat(fd.get(), &status) != 0 ||
       static_cast<std::uint64_t>(status.st_size) < nbytes) {

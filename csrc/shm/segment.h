@@ -57,7 +57,8 @@ class Segment {
   void protect_front(std::size_t nbytes);
 
  private:
-  Segment(Fd fd, char* base, std::uint64_t nbytes, bool listed) : fd_(std::move(fd)), base_(base), nbytes_(nbytes), listed_(listed) {}
+  Segment(Fd fd, char* base, std::uint64_t nbytes, bool listed)
+      : fd_(std::move(fd)), base_(base), nbytes_(nbytes), listed_(listed) {}
 
   Fd fd_;
   char* const base_;

@@ -132,7 +132,8 @@ bool receive_bytes(int socket, void* bytes, std::size_t nbytes, std::vector<Fd>*
   }
   if (got < 0) fail_errno(ErrorKind::ConnectionLost, errno, "receiving from the peer failed");
   if (got == 0) fail(ErrorKind::ConnectionLost, "the peer closed the connection");
-  if (got != static_cast<ssize_t>(nbytes) || (message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0) fail(ErrorKind::ConnectionLost, "the peer does not speak this protocol");
+  if (got != static_cast<ssize_t>(nbytes) || (message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0)
+    fail(ErrorKind::ConnectionLost, "the peer does not speak this protocol");
   return true;
 }
 

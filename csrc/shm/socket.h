@@ -23,8 +23,8 @@ struct Request {
   std::uint32_t magic = kMagic;
   Type type{};
   std::uint64_t request_id = 0;
-  std::uint64_t id = 0;  // Hello: the endpoint; Attach and Detach: the memory
-  Token token{};         // Hello: the endpoint's secret; Attach: the memory's key
+  std::uint64_t id = 0;    // Hello: the endpoint; Attach and Detach: the memory
+  Token token{};           // Hello: the endpoint's secret; Attach: the memory's key
   std::uint32_t slot = 0;  // Detach
   std::uint32_t reserved = 0;
 };

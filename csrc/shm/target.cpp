@@ -28,7 +28,10 @@ bool process_ended(int pidfd) {
 
 std::string why_not_permitted(int error) {
   std::string why = text("process_vm_readv: ", std::strerror(error));
-  if (error == EPERM) why += " (a ptrace permission: kernel.yama.ptrace_scope must be 0, both processes of one user, and not in a container without CAP_SYS_PTRACE)";
+  if (error == EPERM)
+    why +=
+        " (a ptrace permission: kernel.yama.ptrace_scope must be 0, both processes of one user, and not in a container "
+        "without CAP_SYS_PTRACE)";
   if (error == ENOSYS) why += " (the kernel has no CONFIG_CROSS_MEMORY_ATTACH)";
   return why;
 }
@@ -53,7 +56,8 @@ class ShmTarget::UnderWay {
       : slot_(target.at_.control.slot(target.at_.slot)), owner_(target.owner_.is_me()) {
     // An exchange is as good as a fence here, and cheaper than an add and a fence.
     if (owner_) {
-      slot_.by_owner_thread.exchange(slot_.by_owner_thread.load(std::memory_order_relaxed) + 1, std::memory_order_seq_cst);
+      slot_.by_owner_thread.exchange(slot_.by_owner_thread.load(std::memory_order_relaxed) + 1,
+                                     std::memory_order_seq_cst);
     } else {
       slot_.by_others.fetch_add(1, std::memory_order_seq_cst);
     }
@@ -72,7 +76,8 @@ class ShmTarget::UnderWay {
     if (target.at_.control.header().closed.load(std::memory_order_seq_cst) != 0) {
       fail(ErrorKind::StaleHandle, operation, ": the memory of ", target.peer().name(), " was closed");
     }
-    if (target.closed_.load(std::memory_order_seq_cst)) fail(ErrorKind::StaleHandle, operation, ": this window is closed");
+    if (target.closed_.load(std::memory_order_seq_cst))
+      fail(ErrorKind::StaleHandle, operation, ": this window is closed");
     if (target.peer().lost()) target.peer().fail_lost(operation);
   }
 
@@ -102,7 +107,8 @@ class ShmTarget::Between final : public Checkpoint {
   }
   void check_deadline() const {
     if (deadline_.passed()) {
-      fail(ErrorKind::DeadlineExceeded, operation_, " to ", target_.peer().name(), ": the deadline passed; its source is not read again");
+      fail(ErrorKind::DeadlineExceeded, operation_, " to ", target_.peer().name(),
+           ": the deadline passed; its source is not read again");
     }
   }
 
@@ -123,7 +129,8 @@ void ShmTarget::check(const char* operation, Access wanted, std::uint64_t offset
   check_not_forked(at_.made_in, "this window");
   check_bounds(operation, at_.peer->name(), offset, nbytes, at_.nbytes);
   if (!permits(at_.access, wanted)) {
-    fail(ErrorKind::RemoteAccess, operation, ": the memory of ", at_.peer->name(), " permits '", name_of(at_.access), "' only");
+    fail(ErrorKind::RemoteAccess, operation, ": the memory of ", at_.peer->name(), " permits '", name_of(at_.access),
+         "' only");
   }
 }
 
@@ -166,9 +173,8 @@ std::shared_ptr<Work> ShmTarget::read(void* destination, std::uint64_t nbytes, s
   return counted([&] {
     check("get", Access::Read, offset, nbytes);
     if (how.async) {
-      return run_later(how, [=](ShmTarget& target, Checkpoint& between) {
-        target.read_now(destination, nbytes, offset, between);
-      });
+      return run_later(
+          how, [=](ShmTarget& target, Checkpoint& between) { target.read_now(destination, nbytes, offset, between); });
     }
     Between between("get", *this, how.deadline);
     between.check_deadline();
@@ -239,7 +245,8 @@ void ShmTarget::settle_before_signal(const How& how) {
 // before it is there.
 void ShmTarget::check_earlier(const char* operation, std::uint64_t told) {
   if (!strand_->failed_beyond(told)) return;
-  fail(ErrorKind::RemoteAccess, operation, " to ", at_.peer->name(), ": not sent, because an operation that was issued before it failed");
+  fail(ErrorKind::RemoteAccess, operation, " to ", at_.peer->name(),
+       ": not sent, because an operation that was issued before it failed");
 }
 
 void ShmTarget::cross_copy(const char* operation, bool writing, char* local, std::uint64_t nbytes, std::uint64_t offset,
@@ -367,7 +374,9 @@ Description ShmTarget::describe() const {
       {"path", how},
       {"nbytes", std::to_string(at_.nbytes)},
       {"access", name_of(at_.access)},
-      {"state", at_.peer->lost() ? "lost: " + at_.peer->reason() : closed_.load() ? "closed" : "open"},
+      {"state", at_.peer->lost() ? "lost: " + at_.peer->reason()
+                : closed_.load() ? "closed"
+                                 : "open"},
   };
 }
 

@@ -5,8 +5,8 @@
 #include <memory>
 #include <string>
 
-#include "shm/segment.h"
 #include "core/transport.h"
+#include "shm/segment.h"
 
 namespace onesided::shm {
 

@@ -21,7 +21,8 @@ ShmTransport::ShmTransport() : hub_(std::make_shared<Hub>()) {
 
 ShmTransport::~ShmTransport() {
   if (hub_->forked()) {
-    new std::shared_ptr<Hub>(hub_);  // never destroyed in a child, where its thread does not exist and its lists may be half changed
+    new std::shared_ptr<Hub>(
+        hub_);  // never destroyed in a child, where its thread does not exist and its lists may be half changed
     return;
   }
   try {
@@ -47,9 +48,9 @@ std::shared_ptr<Memory> ShmTransport::register_memory(void* data, std::uint64_t 
   return make_memory(data, nbytes, access, signals, slots, Segment::containing(data, nbytes), std::move(keep));
 }
 
-std::shared_ptr<Memory> ShmTransport::make_memory(void* data, std::uint64_t nbytes, Access access, std::uint32_t signals,
-                                                  std::uint32_t slots, std::shared_ptr<Segment> segment,
-                                                  Keepalive keep) {
+std::shared_ptr<Memory> ShmTransport::make_memory(void* data, std::uint64_t nbytes, Access access,
+                                                  std::uint32_t signals, std::uint32_t slots,
+                                                  std::shared_ptr<Segment> segment, Keepalive keep) {
   auto memory = std::make_shared<ShmMemory>(hub_, hub_->next_memory_id(), data, nbytes, access, signals, slots,
                                             std::move(segment), std::move(keep));
   hub_->list(memory.get());

@@ -89,7 +89,7 @@ struct Peer {
       std::uint64_t at_least = 0;
       line >> i >> at_least;
       return std::to_string(
-          wait_signal(*memories.at(i), *counters_for("shm", ""), 0, at_least, patience(), kSpin, [] {}));
+          wait_signal(*memories.at(i), *counters_for("shm", ""), 0, at_least, patience(), kSpin, "a peer", [] {}));
     }
     if (verb == "close-memory") {
       line >> i;

@@ -22,7 +22,7 @@ struct Remote {
 
 std::string wait_for(const Memory& memory, const Target& target, double seconds = kPatience) {
   return raised([&] {
-    wait_signal(memory, target.counters(), 0, 1, Deadline::after(seconds), kSpin, [&] {
+    wait_signal(memory, target.counters(), 0, 1, Deadline::after(seconds), kSpin, "a peer", [&] {
       if (target.peer().lost()) target.peer().fail_lost("wait_signal");
     });
   });
@@ -67,7 +67,7 @@ TEST_CASE("processes: put, get, signals and atomics both ways, in shared and in 
   remote.process.ask("signal 0");
   CHECK(all_are(static_cast<char*>(shared->data()) + 5, (1 << 20) - 5, 65));
   CHECK(all_are(own.data() + 5, own.size() - 5, 66));
-  CHECK(wait_signal(*shared, *counters_for("shm", ""), 0, 1, patience(), kSpin, [] {}) == 1);
+  CHECK(wait_signal(*shared, *counters_for("shm", ""), 0, 1, patience(), kSpin, "a peer", [] {}) == 1);
   remote.process.tell("exit");
   CHECK(remote.process.ended() == 0);
 }

@@ -549,7 +549,7 @@ TEST_CASE("shm: a peer that closes is lost to operations and waiters") {
   const auto mine = reach.a->allocate(64, Access::ReadWrite, 1, 4);
   const auto wait = [&] {
     return raised([&] {
-      wait_signal(*mine, reach.target->counters(), 0, 1, patience(), kSpin, [&] {
+      wait_signal(*mine, reach.target->counters(), 0, 1, patience(), kSpin, "a peer", [&] {
         if (reach.target->peer().lost()) reach.target->peer().fail_lost("wait_signal");
       });
     });
@@ -575,7 +575,7 @@ TEST_CASE("shm: closing the connection here ends a wait for that peer, too") {
   std::atomic<bool> waiting{false};
   std::jthread waiter([&] {
     outcome = raised([&] {
-      wait_signal(*mine, reach.target->counters(), 0, 1, patience(), std::chrono::nanoseconds(0), [&] {
+      wait_signal(*mine, reach.target->counters(), 0, 1, patience(), std::chrono::nanoseconds(0), "a peer", [&] {
         waiting = true;
         if (reach.target->peer().lost()) reach.target->peer().fail_lost("wait_signal");
       });
