@@ -132,12 +132,16 @@ std::string spelled(const nb::object& object) {
 }
 
 // A torch tensor whose bytes are not its values: lazily conjugated or negated. DLPack's table does not tell.
-bool is_lazy(nb::handle tensor) {
-  const auto says = [&](const char* question) {
-    const nb::object method = nb::getattr(tensor, question, nb::none());
-    return !method.is_none() && nb::cast<bool>(method());
+bool is_lazy(nb::handle tensor, bool complex) {
+  static PyObject* const is_conj = PyUnicode_InternFromString("is_conj");
+  static PyObject* const is_neg = PyUnicode_InternFromString("is_neg");
+  const auto says = [&](PyObject* question) {
+    PyObject* answer = PyObject_CallMethodNoArgs(tensor.ptr(), question);
+    if (answer == nullptr) PyErr_Clear();  // another library's tensor, which has no such thing
+    Py_XDECREF(answer);
+    return answer == Py_True;
   };
-  return says("is_conj") || says("is_neg");
+  return says(is_neg) || (complex && says(is_conj));
 }
 
 [[noreturn]] void refuse_lazy(const char* what) {
@@ -283,7 +287,8 @@ bool Buffer::from_exchange(nb::handle object, const char* what) {
   std::uint64_t elements = 1;
   for (int i = 0; i < tensor.ndim; ++i) elements *= static_cast<std::uint64_t>(tensor.shape[i]);
   // Complex tensors can be lazy, and single numbers that are the imaginary part of such a one: longer ones are strided.
-  if ((tensor.dtype.code == kComplex || elements == 1) && is_lazy(object)) refuse_lazy(what);
+  const bool complex = tensor.dtype.code == kComplex;
+  if ((complex || elements == 1) && is_lazy(object, complex)) refuse_lazy(what);
   set(static_cast<char*>(tensor.data) + tensor.byte_offset, (elements * tensor.dtype.bits * tensor.dtype.lanes + 7) / 8,
       object, what);
   return true;
@@ -295,7 +300,7 @@ void Buffer::from_torch(nb::handle object, const char* what) {
   if (const std::string layout = spelled(object.attr("layout")); layout != "torch.strided") {
     fail(ErrorKind::Layout, what, " has layout ", layout, "; a dense tensor is needed");
   }
-  if (is_lazy(object)) refuse_lazy(what);
+  if (is_lazy(object, true)) refuse_lazy(what);
   if (!nb::cast<bool>(object.attr("is_contiguous")())) refuse_strided(what);
   set(reinterpret_cast<void*>(nb::cast<std::uintptr_t>(object.attr("data_ptr")())),
       nb::cast<std::uint64_t>(object.attr("numel")()) * nb::cast<std::uint64_t>(object.attr("element_size")()), object, what);

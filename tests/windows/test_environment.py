@@ -183,10 +183,12 @@ def test_memory_is_for_one_user(processes: Processes, spawn, kind: Kind) -> None
 
 def expose_as_nobody(address: str, kind: Kind, private: bool) -> None:
     with Directory(address) as directory:
-        Window.expose(directory, "warm", nbytes=8, transport=kind.name).close()
+        directory.list("")  # all that is loaded late is loaded while its files can be read
         become_nobody()
         tensor = np.zeros(8, np.uint8) if private else None
-        with Window.expose(directory, "nobody's", tensor, nbytes=None if private else 8, transport=kind.name) as window:
+        with Window.expose(
+            directory, f"nobody's {private}", tensor, nbytes=None if private else 8, transport=kind.name
+        ) as window:
             parent.say("exposed")
             parent.hear()
             if not private:
@@ -200,9 +202,9 @@ def attach_as_nobody(address: str, private: bool) -> None:
         become_nobody()
         if private:
             with raises(Unsupported, "process_vm_readv"):
-                Window.attach(directory, "nobody's", timeout_s=10)
+                Window.attach(directory, f"nobody's {private}", timeout_s=10)
         else:
-            with Window.attach(directory, "nobody's", timeout_s=10) as window:
+            with Window.attach(directory, f"nobody's {private}", timeout_s=10) as window:
                 window.put(b"ok", 0)
 
 

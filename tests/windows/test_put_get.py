@@ -71,6 +71,7 @@ def ring_of_different_sizes(group: Group, kind: Kind) -> None:
         window.put(b"x", right, 1000 * (right + 1))
     window.wait_signal(0, 1)
     same(window.array, pattern(1000 * (group.rank + 1), (group.rank - 1) % group.size))
+    group.barrier()
     window.close()
 
 
@@ -568,16 +569,20 @@ def closing_during_puts(group: Group, kind: Kind) -> None:
         window = Window.allocate(group, 1 << 20, signals=1, transport=kind.name)
         source = np.ones(1 << 20, np.uint8)
 
-        def use(window: Window = window, source: np.ndarray = source) -> None:
-            with raises(StaleHandle):
+        turns: list[int] = []
+
+        def use(window: Window = window, source: np.ndarray = source, turns: list[int] = turns) -> None:
+            with raises(StaleHandle):  # closed here, or at the other rank
                 while True:
                     for peer in range(group.size):
                         window.put(source, peer, async_op=True)
                         window.put(b"x", peer, signal=0)
                         window.get(bytearray(100_000), peer)
+                        turns.append(peer)
+            turns.extend(range(6))
 
-        def close(window: Window = window) -> None:
-            wait_until(lambda: window.signal_value(0) > 5 or window.closed, "puts are under way")
+        def close(window: Window = window, turns: list[int] = turns) -> None:
+            wait_until(lambda: len(turns) > 5, "puts are under way, or over already")
             window.close()
 
         in_threads([use, use, use, close])
