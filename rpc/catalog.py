@@ -74,8 +74,9 @@ class Catalog:
         self._waiting: dict[str, list[Ticket[Entry]]] = {}  # by name: lookups
         self._watchers: set[Watcher] = set()
 
-    def publish(self, owner: str, name: str, value: bytes, lease_s: float, replace: bool = False,
-                version: int = 0) -> Entry:
+    def publish(
+        self, owner: str, name: str, value: bytes, lease_s: float, replace: bool = False, version: int = 0
+    ) -> Entry:
         """Puts `value` under `name`. With a version it restores an entry that was lost, and never overwrites
         one that is there."""
         if name in self._entries:
@@ -85,7 +86,8 @@ class Catalog:
                 return held
             if held.owner != owner and (version or not replace):
                 raise RemoteAccessError(
-                    f"{name!r} is published by {held.owner}, which is alive; publish with replace=True to take it over")
+                    f"{name!r} is published by {held.owner}, which is alive; publish with replace=True to take it over"
+                )
             self._drop(name)
             version = held.version + 1
         elif not version:
@@ -136,8 +138,9 @@ class Catalog:
             tickets.remove(ticket)
             if not tickets:
                 del self._waiting[name]
-            ticket.fail(DeadlineExceeded(
-                f"nothing was published as {name!r} within {waited_s:.3g} s{self._near(name)}"))
+            ticket.fail(
+                DeadlineExceeded(f"nothing was published as {name!r} within {waited_s:.3g} s{self._near(name)}")
+            )
 
     def page(self, prefix: str, after: str, limit_bytes: int = MAX_PAGE_BYTES) -> tuple[list[Entry], bool]:
         """Entries whose names begin with `prefix` and are greater than `after`, by name, until their values

@@ -85,8 +85,11 @@ class Client:
         self.client_id = f"{socket.gethostname()[:64]}:{os.getpid()}:{next(_numbers)}-{os.urandom(4).hex()}"
         self.name, self.size, self.rank, self.epoch = "", 0, 0, 0  # of the group, once joined
         self._guard = ForkGuard("this connection to the control plane")
-        self._channel = (grpc.insecure_channel(self.address, OPTIONS) if credentials is None
-                         else grpc.secure_channel(self.address, credentials, OPTIONS))
+        self._channel = (
+            grpc.insecure_channel(self.address, OPTIONS)
+            if credentials is None
+            else grpc.secure_channel(self.address, credentials, OPTIONS)
+        )
         stubs = pb_grpc.ControlStub(self._channel), pb_grpc.DirectoryStub(self._channel)
         self._methods: dict[str, Any] = {name: method for stub in stubs for name, method in vars(stub).items()}
         self._member = False
@@ -117,11 +120,14 @@ class Client:
         """Takes part in a collective; see gather.py for what it promises."""
         given = _Given(sequence, operation, payload)
         self._given = [*self._given[-1:], given]
-        request = pb.AllGatherRequest(
-            client_id=self.client_id, sequence=sequence, operation=operation, payload=payload)
+        request = pb.AllGatherRequest(client_id=self.client_id, sequence=sequence, operation=operation, payload=payload)
         try:
-            reply = self._call("AllGather", request, timeout_s,
-                               f"{operation} number {sequence} of group {self.name!r} at rank {self.rank}")
+            reply = self._call(
+                "AllGather",
+                request,
+                timeout_s,
+                f"{operation} number {sequence} of group {self.name!r} at rank {self.rank}",
+            )
         except OnesidedError as error:
             given.payload = None
             if isinstance(error, ConnectionLost):
@@ -145,8 +151,7 @@ class Client:
 
     def publish(self, name: str, value: bytes, lease_s: float, replace: bool) -> Entry:
         """Publishes, and keeps it published."""
-        request = pb.PublishRequest(
-            client_id=self.client_id, name=name, value=value, lease_s=lease_s, replace=replace)
+        request = pb.PublishRequest(client_id=self.client_id, name=name, value=value, lease_s=lease_s, replace=replace)
         with self._entries_lock:
             try:
                 entry = _entry(self._request("Publish", request, f"publishing {name!r}").entry)
@@ -247,8 +252,10 @@ class Client:
                 elif error.code() not in RETRY:
                     raise type(answer)(f"{what}: the control plane at {self.address}: {answer}") from None
                 if time.monotonic() >= deadline_s:
-                    raise DeadlineExceeded(f"{what}: no answer from the control plane at {self.address} within "
-                                           f"{timeout_s:.3g} s ({error.details()})") from None
+                    raise DeadlineExceeded(
+                        f"{what}: no answer from the control plane at {self.address} within "
+                        f"{timeout_s:.3g} s ({error.details()})"
+                    ) from None
             if not isinstance(answer, Forgotten):
                 self._closed.wait(min(pause_s, max(deadline_s - time.monotonic(), 0.0)))
                 pause_s = min(2 * pause_s, RETRY_MOST_S)
@@ -313,8 +320,7 @@ class Client:
     def _renew(self) -> None:
         """One heartbeat. Failing is no loss by itself."""
         try:
-            request = pb.HeartbeatRequest(
-                client_id=self.client_id, member=self._member, entries=len(self._published))
+            request = pb.HeartbeatRequest(client_id=self.client_id, member=self._member, entries=len(self._published))
             reply = self._once("Heartbeat", request, max(self._interval_s(), LATE_S))
             self._lose(reply.gone_ranks)
             if reply.republish:
@@ -348,8 +354,16 @@ class Client:
         None, or that this member is out of its group."""
         for given in self._given or [_Given(0, "", None)]:
             request = pb.ResumeRequest(
-                client_id=self.client_id, group=self.name, size=self.size, rank=self.rank, epoch=self.epoch,
-                lease_s=self.lease_s, sequence=given.sequence, operation=given.operation, payload=given.payload)
+                client_id=self.client_id,
+                group=self.name,
+                size=self.size,
+                rank=self.rank,
+                epoch=self.epoch,
+                lease_s=self.lease_s,
+                sequence=given.sequence,
+                operation=given.operation,
+                payload=given.payload,
+            )
             try:
                 self._once("Resume", request, max(deadline_s - time.monotonic(), LATE_S))
             except grpc.RpcError as error:
@@ -368,7 +382,7 @@ class Client:
             names = list(self._published)
             for start in range(0, len(names), RESTORED_AT_ONCE):
                 self._check()  # nothing is put back after the goodbye
-                sent = [(name, self._restore_entry(name)) for name in names[start:start + RESTORED_AT_ONCE]]
+                sent = [(name, self._restore_entry(name)) for name in names[start : start + RESTORED_AT_ONCE]]
                 for name, answer in sent:
                     try:
                         answer.result()
@@ -381,8 +395,12 @@ class Client:
     def _restore_entry(self, name: str) -> Any:
         published = self._published[name]
         request = pb.PublishRequest(
-            client_id=self.client_id, name=name, value=published.value, lease_s=published.lease_s,
-            version=published.version)
+            client_id=self.client_id,
+            name=name,
+            value=published.value,
+            lease_s=published.lease_s,
+            version=published.version,
+        )
         return self._start("Publish", request, REPLY_S)
 
 

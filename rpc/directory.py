@@ -50,8 +50,13 @@ class Directory:
     the first call.
     """
 
-    def __init__(self, address: str, *, lease_s: float = limits.DEFAULT_LEASE_S,
-                 credentials: "grpc.ChannelCredentials | None" = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        lease_s: float = limits.DEFAULT_LEASE_S,
+        credentials: "grpc.ChannelCredentials | None" = None,
+    ) -> None:
         from .client import Client
 
         link = Client(address, limits.check_lease(lease_s), credentials)

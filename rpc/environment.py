@@ -50,7 +50,8 @@ def read(env: Mapping[str, str]) -> Job:
     if missing:
         raise OnesidedError(
             f"Group.from_env needs {', '.join(missing)} in the environment, as torchrun sets them"
-            + ("" if address else "; with ONESIDED_ADDRESS, the address of a running server, RANK and WORLD_SIZE do"))
+            + ("" if address else "; with ONESIDED_ADDRESS, the address of a running server, RANK and WORLD_SIZE do")
+        )
 
     def number(name: str, default: int, low: int, high: int) -> int:
         text = env.get(name) or str(default)
@@ -70,11 +71,17 @@ def read(env: Mapping[str, str]) -> Job:
         raise BoundsError("MASTER_PORT is 65535, and the control plane would take the next one: set ONESIDED_PORT")
     master_host = env.get("MASTER_ADDR", "").strip("[]")
     return Job(
-        rank=rank, size=size, address=address, master_host=master_host, master_port=master_port,
+        rank=rank,
+        size=size,
+        address=address,
+        master_host=master_host,
+        master_port=master_port,
         port=fixed or (0 if agent_store else min(master_port + 1, 65_535)),
-        bind_host=env.get("ONESIDED_BIND", "").strip("[]") or master_host, agent_store=agent_store,
+        bind_host=env.get("ONESIDED_BIND", "").strip("[]") or master_host,
+        agent_store=agent_store,
         restarts=number("TORCHELASTIC_RESTART_COUNT", 0, 0, 1 << 31),
-        spans_hosts=number("LOCAL_WORLD_SIZE", size, 1, limits.MAX_SIZE) < size)
+        spans_hosts=number("LOCAL_WORLD_SIZE", size, 1, limits.MAX_SIZE) < size,
+    )
 
 
 def join_from_env(name: str, timeout_s: float, lease_s: float) -> Group:
@@ -133,12 +140,15 @@ class _Embedded:
                 if job.spans_hosts and (host == "::1" or host.startswith("127.")):
                     raise OnesidedError(
                         f"{job.bind_host!r} is {host} on rank 0, which other hosts cannot reach: set MASTER_ADDR, or "
-                        f"ONESIDED_BIND on rank 0, to an address of the network between the hosts")
+                        f"ONESIDED_BIND on rank 0, to an address of the network between the hosts"
+                    )
                 try:
                     cls._current = cls(Server(addresses.join(host, job.port)))
                 except OnesidedError as error:
-                    raise OnesidedError(f"{error}. ONESIDED_PORT on all ranks chooses another port, ONESIDED_BIND on "
-                                        f"rank 0 another address, ONESIDED_ADDRESS a server that runs") from error
+                    raise OnesidedError(
+                        f"{error}. ONESIDED_PORT on all ranks chooses another port, ONESIDED_BIND on "
+                        f"rank 0 another address, ONESIDED_ADDRESS a server that runs"
+                    ) from error
             cls._current._users += 1
             return cls._current
 
@@ -188,11 +198,19 @@ def _store(job: Job, deadline_s: float) -> _Store:
     except ImportError as error:
         raise Unsupported(
             f"torchrun's store at MASTER_PORT can only be asked through torch ({error}): install torch, or set "
-            f"ONESIDED_PORT on all ranks, or run `onesided serve` and set ONESIDED_ADDRESS") from error
+            f"ONESIDED_PORT on all ranks, or run `onesided serve` and set ONESIDED_ADDRESS"
+        ) from error
     left_s = max(deadline_s - time.monotonic(), 1.0)
     try:
-        return _Store(TCPStore(job.master_host, job.master_port, is_master=False, wait_for_workers=False,
-                               timeout=timedelta(seconds=left_s)))
+        return _Store(
+            TCPStore(
+                job.master_host,
+                job.master_port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=left_s),
+            )
+        )
     except RuntimeError as error:  # torch's DistNetworkError and its kin
         raise DeadlineExceeded(
             f"torchrun's store at {addresses.join(job.master_host, job.master_port)} does not answer: {error}"

@@ -65,8 +65,9 @@ class Gathers:
         ticket: Ticket[Payloads] = Ticket()
         if sequence < self._posted[rank]:
             at = self._posted[rank]
-            ticket.fail(StaleHandle(
-                f"{operation} number {sequence} of group {self._group!r} is over: rank {rank} is at {at}"))
+            ticket.fail(
+                StaleHandle(f"{operation} number {sequence} of group {self._group!r} is over: rank {rank} is at {at}")
+            )
             return ticket
         gather = self._at(sequence, operation)
         self._advance(rank, sequence)
@@ -91,16 +92,20 @@ class Gathers:
         gather = self._gathers.get(sequence)
         if gather is not None and gather.outcome is None:
             missing = set(range(self._size)) - gather.payloads.keys()
-            gather.end(DeadlineExceeded(
-                f"{gather.operation} number {sequence} of group {self._group!r}: {ranks_text(missing)} "
-                f"(of {self._size}) did not arrive; rank {rank} gave up after {waited_s:.3g} s"))
+            gather.end(
+                DeadlineExceeded(
+                    f"{gather.operation} number {sequence} of group {self._group!r}: {ranks_text(missing)} "
+                    f"(of {self._size}) did not arrive; rank {rank} gave up after {waited_s:.3g} s"
+                )
+            )
 
     def lose(self, rank: int, how: str) -> None:
         """`rank` is gone: what is pending and what comes fails. `how` continues "rank 3 ..."."""
         self._gone[rank] = how
         how_each = "; ".join(f"rank {gone} {how}" for gone, how in [*self._gone.items()][:3])
         self._broken = ConnectionLost(
-            f"group {self._group!r}: {ranks_text(self._gone)} of {self._size} gone: {how_each}")
+            f"group {self._group!r}: {ranks_text(self._gone)} of {self._size} gone: {how_each}"
+        )
         for gather in self._gathers.values():
             gather.end(self._broken)
 
@@ -118,8 +123,11 @@ class Gathers:
     def _passed_over(self, gather: _Gather, sequence: int, ranks: list[int]) -> None:
         ranks = [rank for rank in ranks if rank not in gather.payloads]
         if ranks:
-            gather.end(DeadlineExceeded(
-                f"{gather.operation} number {sequence} of group {self._group!r}: {ranks_text(ranks)} gave up on it"))
+            gather.end(
+                DeadlineExceeded(
+                    f"{gather.operation} number {sequence} of group {self._group!r}: {ranks_text(ranks)} gave up on it"
+                )
+            )
 
     def _advance(self, rank: int, sequence: int) -> None:
         before, self._posted[rank] = self._posted[rank], sequence
@@ -131,16 +139,22 @@ class Gathers:
         if gather.outcome is not None:
             return
         if operation != gather.operation:
-            gather.end(OnesidedError(
-                f"collective number {sequence} of group {self._group!r}: rank {rank} called {operation} "
-                f"where {ranks_text(gather.payloads)} called {gather.operation}"))
+            gather.end(
+                OnesidedError(
+                    f"collective number {sequence} of group {self._group!r}: rank {rank} called {operation} "
+                    f"where {ranks_text(gather.payloads)} called {gather.operation}"
+                )
+            )
             return
         gather.nbytes += len(payload) - len(gather.payloads.get(rank, b""))
         gather.payloads[rank] = payload
         if gather.nbytes > MAX_GATHER_BYTES:
-            gather.end(BoundsError(
-                f"{operation} number {sequence} of group {self._group!r}: the payloads have more than "
-                f"{MAX_GATHER_BYTES} bytes together"))
+            gather.end(
+                BoundsError(
+                    f"{operation} number {sequence} of group {self._group!r}: the payloads have more than "
+                    f"{MAX_GATHER_BYTES} bytes together"
+                )
+            )
         elif len(gather.payloads) == self._size:
             gather.end(tuple(gather.payloads[r] for r in range(self._size)))
 

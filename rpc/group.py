@@ -63,8 +63,17 @@ class Group:
         close_at_exit(self, self.leave)
 
     @classmethod
-    def join(cls, address: str, name: str, size: int, *, rank: int | None = None, timeout_s: float = 60.0,
-             lease_s: float = limits.DEFAULT_LEASE_S, credentials: "grpc.ChannelCredentials | None" = None) -> "Group":
+    def join(
+        cls,
+        address: str,
+        name: str,
+        size: int,
+        *,
+        rank: int | None = None,
+        timeout_s: float = 60.0,
+        lease_s: float = limits.DEFAULT_LEASE_S,
+        credentials: "grpc.ChannelCredentials | None" = None,
+    ) -> "Group":
         """Joins the group `name` at the server, and returns when all its members are there.
 
         Where members of an earlier formation of the group are still there, it waits for the last of them to
@@ -100,8 +109,9 @@ class Group:
         return cls(client, Directory._over(client))
 
     @classmethod
-    def from_env(cls, *, name: str = "world", timeout_s: float = 60.0,
-                 lease_s: float = limits.DEFAULT_LEASE_S) -> "Group":
+    def from_env(
+        cls, *, name: str = "world", timeout_s: float = 60.0, lease_s: float = limits.DEFAULT_LEASE_S
+    ) -> "Group":
         """Joins the group of all processes of a job, as torchrun and its kin describe it in the environment.
 
         RANK and WORLD_SIZE say who this is. ONESIDED_ADDRESS names a server that runs already. Without it
@@ -119,8 +129,9 @@ class Group:
         """
         from .environment import join_from_env
 
-        return join_from_env(limits.check_name(name, "group name"), limits.check_timeout(timeout_s),
-                             limits.check_lease(lease_s))
+        return join_from_env(
+            limits.check_name(name, "group name"), limits.check_timeout(timeout_s), limits.check_lease(lease_s)
+        )
 
     @classmethod
     def local(cls, size: int, *, name: str = "local") -> "list[Group]":
@@ -264,7 +275,8 @@ class Group:
         if not self._turn.acquire(timeout=min(waited_s, threading.TIMEOUT_MAX)):
             raise DeadlineExceeded(
                 f"{operation} of group {self.name!r}: another thread of rank {self.rank} was in a collective for "
-                f"{waited_s:.3g} s")
+                f"{waited_s:.3g} s"
+            )
         try:
             self._check()
             self._sequence += 1
@@ -275,5 +287,3 @@ class Group:
             raise
         finally:
             self._turn.release()
-
-

@@ -64,8 +64,7 @@ class _LocalSeat:
         with self._hub.lock:
             if self._left:
                 raise ConnectionLost(f"rank {self.rank} of group {self.name!r} has left")
-            ticket: Ticket[Payloads] = self._hub.state.gather(
-                self.client_id, sequence, operation, payload, timeout_s)
+            ticket: Ticket[Payloads] = self._hub.state.gather(self.client_id, sequence, operation, payload, timeout_s)
         payloads = self._hub.wait(ticket, timeout_s)
         return list(payloads)
 
@@ -158,8 +157,9 @@ def run_local(size: int, fn: Callable[[Group], T], *, timeout_s: float = 60.0, n
                 group.leave()
 
     threads = [
-        threading.Thread(target=member, args=(seat, Group(seat, Directory._over(seat))), name=f"{name}-{seat.rank}",
-                         daemon=True)
+        threading.Thread(
+            target=member, args=(seat, Group(seat, Directory._over(seat))), name=f"{name}-{seat.rank}", daemon=True
+        )
         for seat in seats
     ]
     try:

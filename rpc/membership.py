@@ -122,8 +122,9 @@ class Memberships:
         """The joiner's time is over: tells it who was missing."""
         group = self._groups.get(name)
         if group is not None and not ticket.done:
-            ticket.fail(DeadlineExceeded(
-                f"group {name!r} was not formed within {waited_s:.3g} s: {self._missing(group)}"))
+            ticket.fail(
+                DeadlineExceeded(f"group {name!r} was not formed within {waited_s:.3g} s: {self._missing(group)}")
+            )
             self.withdraw_join(client_id, name, ticket)
 
     def resume(self, client_id: str, name: str, size: int, rank: int, epoch_number: int, lease_s: float) -> Gathers:
@@ -141,11 +142,13 @@ class Memberships:
             current = self._epochs.last(name) if epoch is None else epoch.number
             self._tidy(group)
             raise ConnectionLost(
-                f"group {name!r} is at epoch {current}; rank {rank} of epoch {epoch_number} is out of it")
+                f"group {name!r} is at epoch {current}; rank {rank} of epoch {epoch_number} is out of it"
+            )
         member = epoch.members[rank]
         if member.gone or member.client_id not in (None, client_id):
             raise ConnectionLost(
-                f"rank {rank} of group {name!r} is out of epoch {epoch_number}: it {member.gone or 'was taken over'}")
+                f"rank {rank} of group {name!r} is out of epoch {epoch_number}: it {member.gone or 'was taken over'}"
+            )
         if member.client_id is None:
             member.lease.cancel()
             self._prove(group, self._seat(group, epoch, rank, client_id, lease_s))
@@ -197,11 +200,13 @@ class Memberships:
         known = group.size if others else group.epoch.size if group.epoch and staying else size
         if known != size:
             return BoundsError(
-                f"group {group.name!r} has size {known}; {joiner.client_id} wants to join it with size {size}")
+                f"group {group.name!r} has size {known}; {joiner.client_id} wants to join it with size {size}"
+            )
         for other in others:
             if joiner.rank is not None and other.rank == joiner.rank:
                 return BoundsError(
-                    f"rank {joiner.rank} of group {group.name!r} is taken by {other.client_id}, which is joining too")
+                    f"rank {joiner.rank} of group {group.name!r} is taken by {other.client_id}, which is joining too"
+                )
         if len(others) >= size:
             return BoundsError(f"group {group.name!r} has {size} joiners already, and as many members")
         contested = [m for m in staying if joiner.rank is None or m.rank == joiner.rank]
@@ -215,9 +220,12 @@ class Memberships:
                 joiner.unproven.discard(member.rank)
                 if not joiner.unproven:
                     what = "all ranks" if joiner.rank is None else str(member)
-                    joiner.ticket.fail(BoundsError(
-                        f"{joiner.client_id} cannot join group {group.name!r}: {what} of {group.size} taken by a live "
-                        f"member"))
+                    joiner.ticket.fail(
+                        BoundsError(
+                            f"{joiner.client_id} cannot join group {group.name!r}: {what} of {group.size} taken by a live "
+                            f"member"
+                        )
+                    )
                     self._drop_joiner(group, joiner)
 
     def _drop_joiner(self, group: _Group, joiner: _Joiner) -> None:
@@ -227,8 +235,10 @@ class Memberships:
     def _missing(self, group: _Group) -> str:
         staying = group.epoch.staying() if group.epoch else []
         if group.epoch and staying:
-            return (f"{len(staying)} of its members from epoch {group.epoch.number} are still there: "
-                    f"{ranks_text(m.rank for m in staying)}")
+            return (
+                f"{len(staying)} of its members from epoch {group.epoch.number} are still there: "
+                f"{ranks_text(m.rank for m in staying)}"
+            )
         here = [joiner.rank for joiner in group.joiners.values()]
         count = f"{group.size - len(here)} of {group.size} members missing"
         if None in here:
@@ -254,7 +264,7 @@ class Memberships:
             self._go(group, epoch, member, f"was lost: no sign of {client_id or 'it'} for {lease_s:g} s")
 
         member = _Member(rank, client_id, Lease(self._timers, lease_s, end))
-        epoch.members[rank:rank + 1] = [member]
+        epoch.members[rank : rank + 1] = [member]
         if client_id is not None:
             self._places[client_id] = (group, epoch, member)
         return member

@@ -35,7 +35,8 @@ class ForkGuard:
         if self.forked:
             raise OnesidedError(
                 f"{self._what} belongs to process {self._pid} and cannot be used in process {os.getpid()}, which was "
-                f"forked from it: make a new one in a process that is spawned, or fork before the first use")
+                f"forked from it: make a new one in a process that is spawned, or fork before the first use"
+            )
 
 
 def claim_grpc() -> None:
@@ -48,7 +49,8 @@ def claim_grpc() -> None:
     if _grpc_pid != pid:
         raise OnesidedError(
             f"process {pid} was forked from {_grpc_pid} after that had used the control plane: gRPC does not survive a "
-            f"fork. Spawn the process (multiprocessing.get_context('spawn')), or fork before the first use")
+            f"fork. Spawn the process (multiprocessing.get_context('spawn')), or fork before the first use"
+        )
 
 
 def close_at_exit(thing: object, close: Callable[[], None]) -> None:

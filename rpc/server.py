@@ -184,8 +184,15 @@ class _Host:
         # gRPC would log the reason and say only that it failed.
         why = addresses.why_not_bound(host, port) if port else ""
         try:
-            bound = 0 if why else (server.add_secure_port(where, credentials) if credentials is not None
-                                   else server.add_insecure_port(where))
+            bound = (
+                0
+                if why
+                else (
+                    server.add_secure_port(where, credentials)
+                    if credentials is not None
+                    else server.add_insecure_port(where)
+                )
+            )
         except RuntimeError as error:
             why, bound = addresses.why_not_bound(host, port) or str(error), 0
         if not bound:
@@ -283,7 +290,8 @@ class _Control(_Service, pb_grpc.ControlServicer):
     async def Join(self, request: pb.JoinRequest, context: Any) -> pb.JoinReply:
         rank = request.rank if request.HasField("rank") else None
         ticket = self._state.join(
-            request.client_id, request.group, request.size, rank, request.lease_s, request.timeout_s)
+            request.client_id, request.group, request.size, rank, request.lease_s, request.timeout_s
+        )
         try:
             place = await self._host.wait(ticket)
         except asyncio.CancelledError:
@@ -294,8 +302,17 @@ class _Control(_Service, pb_grpc.ControlServicer):
     @_answers
     async def Resume(self, request: pb.ResumeRequest, context: Any) -> pb.ResumeReply:
         payload = request.payload if request.HasField("payload") else None
-        self._state.resume(request.client_id, request.group, request.size, request.rank, request.epoch,
-                           request.lease_s, request.sequence, request.operation, payload)
+        self._state.resume(
+            request.client_id,
+            request.group,
+            request.size,
+            request.rank,
+            request.epoch,
+            request.lease_s,
+            request.sequence,
+            request.operation,
+            payload,
+        )
         return pb.ResumeReply()
 
     @_answers
@@ -306,7 +323,8 @@ class _Control(_Service, pb_grpc.ControlServicer):
     @_answers
     async def AllGather(self, request: pb.AllGatherRequest, context: Any) -> pb.AllGatherReply:
         ticket = self._state.gather(
-            request.client_id, request.sequence, request.operation, request.payload, request.timeout_s)
+            request.client_id, request.sequence, request.operation, request.payload, request.timeout_s
+        )
         payloads = await self._host.wait(ticket)
         return pb.AllGatherReply(payloads=payloads)
 
@@ -320,7 +338,8 @@ class _Directory(_Service, pb_grpc.DirectoryServicer):
     @_answers
     async def Publish(self, request: pb.PublishRequest, context: Any) -> pb.PublishReply:
         entry = self._state.publish(
-            request.client_id, request.name, request.value, request.lease_s, request.replace, request.version)
+            request.client_id, request.name, request.value, request.lease_s, request.replace, request.version
+        )
         return pb.PublishReply(entry=_entry(entry))
 
     @_answers

@@ -27,8 +27,9 @@ class ControlState:
         self.members = Memberships(self.timers)
         self.catalog = Catalog(self.timers)
 
-    def join(self, client_id: str, group: str, size: int, rank: int | None, lease_s: float,
-             timeout_s: float) -> Ticket[Membership]:
+    def join(
+        self, client_id: str, group: str, size: int, rank: int | None, lease_s: float, timeout_s: float
+    ) -> Ticket[Membership]:
         """Asks for a place in a group: decided when the group is formed, refused, or after `timeout_s`."""
         limits.check_name(client_id, "client id")
         limits.check_name(group, "group name")
@@ -41,8 +42,18 @@ class ControlState:
         self._deadline(ticket, waited_s, lambda: self.members.join_deadline(client_id, group, ticket, waited_s))
         return ticket
 
-    def resume(self, client_id: str, group: str, size: int, rank: int, epoch: int, lease_s: float, sequence: int,
-               operation: str, payload: bytes | None) -> None:
+    def resume(
+        self,
+        client_id: str,
+        group: str,
+        size: int,
+        rank: int,
+        epoch: int,
+        lease_s: float,
+        sequence: int,
+        operation: str,
+        payload: bytes | None,
+    ) -> None:
         """Puts a member back that an earlier server knew, with its last collective."""
         limits.check_name(client_id, "client id")
         limits.check_name(group, "group name")
@@ -58,8 +69,9 @@ class ControlState:
         gone = self.members.heartbeat(client_id) if member else frozenset()
         return gone, not complete
 
-    def gather(self, client_id: str, sequence: int, operation: str, payload: bytes,
-               timeout_s: float) -> Ticket[Payloads]:
+    def gather(
+        self, client_id: str, sequence: int, operation: str, payload: bytes, timeout_s: float
+    ) -> Ticket[Payloads]:
         """Gives a payload to a collective: decided when it ends, see gather.py."""
         waited_s = limits.check_timeout(timeout_s)
         ticket = self.members.post(client_id, sequence, operation, payload)

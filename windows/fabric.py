@@ -20,14 +20,15 @@ __all__ = ["Countdown", "Fabric", "agree", "fabric_of", "shared_transport"]
 class Countdown:
     """What is left of one timeout that covers several steps. BoundsError and TypeError if it cannot be one."""
 
-    def __init__(self, timeout_s: float | None) -> None:
+    def __init__(self, timeout_s: object) -> None:
+        seconds = None
         if timeout_s is not None:
             if not isinstance(timeout_s, SupportsFloat) or isinstance(timeout_s, (str, bytes)):
                 raise TypeError(f"timeout_s must be a number of seconds or None, not {type(timeout_s).__name__}")
-            timeout_s = float(timeout_s)
-            if not timeout_s >= 0:
-                raise BoundsError(f"timeout_s must be at least 0, not {timeout_s}")
-        self._ends = None if timeout_s is None else time.monotonic() + timeout_s
+            seconds = float(timeout_s)
+            if not seconds >= 0:
+                raise BoundsError(f"timeout_s must be at least 0, not {seconds}")
+        self._ends = None if seconds is None else time.monotonic() + seconds
 
     def left_s(self) -> float | None:
         """Seconds left, at least 0; None for ever."""

@@ -85,7 +85,8 @@ Describe describe_function(PyTypeObject* type) {
   static Describe last_describe = nullptr;
   if (type == last) return last_describe;
   Describe describe = nullptr;
-  nb::object capsule = nb::getattr(nb::handle(reinterpret_cast<PyObject*>(type)), "__dlpack_c_exchange_api__", nb::none());
+  nb::object capsule =
+      nb::getattr(nb::handle(reinterpret_cast<PyObject*>(type)), "__dlpack_c_exchange_api__", nb::none());
   if (PyCapsule_CheckExact(capsule.ptr())) {
     auto* table = static_cast<ExchangeTable*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
     if (table == nullptr) nb::raise_python_error();
@@ -120,11 +121,13 @@ bool is_torch_tensor(nb::handle object) {
 }
 
 [[noreturn]] void refuse_strided(const char* what) {
-  fail(ErrorKind::Layout, what, " is not contiguous: no hidden copy is made; pass x.contiguous(), or put it row by row");
+  fail(ErrorKind::Layout, what,
+       " is not contiguous: no hidden copy is made; pass x.contiguous(), or put it row by row");
 }
 
 [[noreturn]] void refuse_device(const char* what, const std::string& device) {
-  fail(ErrorKind::Unsupported, what, " lies in memory of device '", device, "', which this transport cannot reach yet; copy it to the CPU first");
+  fail(ErrorKind::Unsupported, what, " lies in memory of device '", device,
+       "', which this transport cannot reach yet; copy it to the CPU first");
 }
 
 std::string spelled(const nb::object& object) {
@@ -145,7 +148,8 @@ bool is_lazy(nb::handle tensor, bool complex) {
 }
 
 [[noreturn]] void refuse_lazy(const char* what) {
-  fail(ErrorKind::Layout, what, " is a lazy conjugate or negative view, its bytes are not its values; pass x.resolve_conj().resolve_neg()");
+  fail(ErrorKind::Layout, what,
+       " is a lazy conjugate or negative view, its bytes are not its values; pass x.resolve_conj().resolve_neg()");
 }
 
 std::string type_of(nb::handle object) {
@@ -242,7 +246,10 @@ Buffer::Buffer(nb::handle object, const char* what, bool writable) : object_(obj
   } else if (is_torch_tensor(object)) {
     from_torch(object, what);
   } else {
-    throw nb::type_error(text(what, " must be a tensor, an array, a Memory, a View or an object with the buffer protocol, not ", type_of(object)).c_str());
+    throw nb::type_error(
+        text(what, " must be a tensor, an array, a Memory, a View or an object with the buffer protocol, not ",
+             type_of(object))
+            .c_str());
   }
 }
 
@@ -303,11 +310,13 @@ void Buffer::from_torch(nb::handle object, const char* what) {
   if (is_lazy(object, true)) refuse_lazy(what);
   if (!nb::cast<bool>(object.attr("is_contiguous")())) refuse_strided(what);
   set(reinterpret_cast<void*>(nb::cast<std::uintptr_t>(object.attr("data_ptr")())),
-      nb::cast<std::uint64_t>(object.attr("numel")()) * nb::cast<std::uint64_t>(object.attr("element_size")()), object, what);
+      nb::cast<std::uint64_t>(object.attr("numel")()) * nb::cast<std::uint64_t>(object.attr("element_size")()), object,
+      what);
 }
 
 void Buffer::set(void* data, std::uint64_t nbytes, nb::handle object, const char* what) {
-  if (data == nullptr && nbytes != 0) fail(ErrorKind::Layout, what, " has no memory of its own (", type_of(object), ")");
+  if (data == nullptr && nbytes != 0)
+    fail(ErrorKind::Layout, what, " has no memory of its own (", type_of(object), ")");
   data_ = data;
   nbytes_ = nbytes;
 }

@@ -16,9 +16,11 @@ std::array<PyObject*, kErrorKinds> classes{};
 void raise_in_python(const Error& error) {
   PyObject* type = classes[static_cast<unsigned>(error.kind())];
   // A message may quote bytes of a peer, or be cut in the middle of a letter.
-  PyObject* message = PyUnicode_DecodeUTF8(error.what(), static_cast<Py_ssize_t>(std::strlen(error.what())), "backslashreplace");
+  PyObject* message =
+      PyUnicode_DecodeUTF8(error.what(), static_cast<Py_ssize_t>(std::strlen(error.what())), "backslashreplace");
   if (message == nullptr) return;
-  if (error.error_number() != 0 && PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(type), reinterpret_cast<PyTypeObject*>(PyExc_OSError))) {
+  if (error.error_number() != 0 &&
+      PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(type), reinterpret_cast<PyTypeObject*>(PyExc_OSError))) {
     // Two arguments set errno of an OSError.
     if (PyObject* arguments = Py_BuildValue("(iO)", error.error_number(), message)) {
       PyErr_SetObject(type, arguments);

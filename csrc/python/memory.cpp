@@ -52,21 +52,28 @@ nb::bytes to_bytes(const std::string& bytes) {
 }  // namespace
 
 std::string_view bytes_of(nb::handle object, const char* what) {
-  if (!PyBytes_Check(object.ptr())) throw nb::type_error(text(what, " must be bytes, not ", Py_TYPE(object.ptr())->tp_name).c_str());
+  if (!PyBytes_Check(object.ptr()))
+    throw nb::type_error(text(what, " must be bytes, not ", Py_TYPE(object.ptr())->tp_name).c_str());
   return {PyBytes_AS_STRING(object.ptr()), static_cast<std::size_t>(PyBytes_GET_SIZE(object.ptr()))};
 }
 
 void register_memory(nb::module_& m) {
-  nb::class_<PyMemory>(m, "Memory", nb::type_slots(memory_slots), nb::is_weak_referenceable(), R"(Memory of this process that peers can reach, with the signals beside it.
+  nb::class_<PyMemory>(m, "Memory", nb::type_slots(memory_slots), nb::is_weak_referenceable(),
+                       R"(Memory of this process that peers can reach, with the signals beside it.
 
 It has the buffer protocol: `numpy.frombuffer(memory, dtype)` and `memoryview(memory)` are views of it, never copies, and
 stay valid after close() for as long as they live.)")
-      .def_prop_ro("nbytes", [](PyMemory& self) { return self.core->nbytes(); }, "Size in bytes.")
-      .def_prop_ro("access", [](PyMemory& self) { return name_of(self.core->access()); }, "What peers may do: 'r', 'w' or 'rw'.")
-      .def_prop_ro("signals", [](PyMemory& self) { return self.core->control().signals(); }, "How many signals it has.")
-      .def_prop_ro("closed", [](PyMemory& self) { return self.core->closed(); }, "True once close() was called.")
-      .def_prop_ro("address", [](PyMemory& self) { return reinterpret_cast<std::uintptr_t>(self.core->data()); },
-                   "Where it begins in this process.")
+      .def_prop_ro(
+          "nbytes", [](PyMemory& self) { return self.core->nbytes(); }, "Size in bytes.")
+      .def_prop_ro(
+          "access", [](PyMemory& self) { return name_of(self.core->access()); }, "What peers may do: 'r', 'w' or 'rw'.")
+      .def_prop_ro(
+          "signals", [](PyMemory& self) { return self.core->control().signals(); }, "How many signals it has.")
+      .def_prop_ro(
+          "closed", [](PyMemory& self) { return self.core->closed(); }, "True once close() was called.")
+      .def_prop_ro(
+          "address", [](PyMemory& self) { return reinterpret_cast<std::uintptr_t>(self.core->data()); },
+          "Where it begins in this process.")
       .def(
           "view",
           [](nb::handle_t<PyMemory> self, nb::handle offset_bytes, nb::handle nbytes) {
@@ -117,15 +124,14 @@ stay valid after close() for as long as they live.)")
 
 DeadlineExceeded if a peer is stuck in one (its process was stopped): the memory then stays registered, close it again.
 Closing twice is legal.)")
-      .def("describe", [](PyMemory& self) { return to_dict(self.core->describe()); },
-           nb::sig("def describe(self) -> dict[str, str]"), "What it is and how peers reach it.")
-      .def("__len__", [](PyMemory& self) { return self.core->nbytes(); })
-      .def("__enter__", [](nb::handle self) { return nb::borrow(self); }, nb::sig("def __enter__(self) -> Memory"))
       .def(
-          "__exit__",
-          [](PyMemory& self, nb::args) {
-            close(self, Deadline::after(5));
-          },
+          "describe", [](PyMemory& self) { return to_dict(self.core->describe()); },
+          nb::sig("def describe(self) -> dict[str, str]"), "What it is and how peers reach it.")
+      .def("__len__", [](PyMemory& self) { return self.core->nbytes(); })
+      .def(
+          "__enter__", [](nb::handle self) { return nb::borrow(self); }, nb::sig("def __enter__(self) -> Memory"))
+      .def(
+          "__exit__", [](PyMemory& self, nb::args) { close(self, Deadline::after(5)); },
           nb::sig("def __exit__(self, *exception: object) -> None"))
       .def("__repr__", [](PyMemory& self) {
         return text("<Memory of ", self.core->nbytes(), " bytes, access '", name_of(self.core->access()), "', ",
@@ -133,7 +139,9 @@ Closing twice is legal.)")
       });
 
   nb::class_<PyView>(m, "View", nb::type_slots(view_slots), "A part of a Memory. It has the buffer protocol.")
-      .def_prop_ro("memory", [](PyView& self) { return self.memory; }, nb::sig("def memory(self) -> Memory"), "What it is a part of.")
+      .def_prop_ro(
+          "memory", [](PyView& self) { return self.memory; }, nb::sig("def memory(self) -> Memory"),
+          "What it is a part of.")
       .def_ro("offset_bytes", &PyView::offset, "Where it begins in the memory.")
       .def_ro("nbytes", &PyView::nbytes, "Size in bytes.")
       .def(
@@ -154,10 +162,13 @@ It is a value: it can be pickled, compared and cut, and gives access to nothing 
           "from_bytes", [](nb::handle handle) { return RemoteMemory::from_bytes(bytes_of(handle, "a handle")); },
           nb::arg("handle"), nb::sig("def from_bytes(handle: bytes) -> RemoteMemory"),
           "Reads what Memory.handle() wrote. HandleError for every other byte string.")
-      .def("to_bytes", [](RemoteMemory& self) { return to_bytes(self.to_bytes()); }, nb::sig("def to_bytes(self) -> bytes"),
-           "The handle.")
-      .def_prop_ro("kind", [](RemoteMemory& self) { return name_of(self.kind); }, "The kind of transport it is registered with.")
-      .def_prop_ro("access", [](RemoteMemory& self) { return name_of(self.access); }, "What is permitted: 'r', 'w' or 'rw'.")
+      .def(
+          "to_bytes", [](RemoteMemory& self) { return to_bytes(self.to_bytes()); },
+          nb::sig("def to_bytes(self) -> bytes"), "The handle.")
+      .def_prop_ro(
+          "kind", [](RemoteMemory& self) { return name_of(self.kind); }, "The kind of transport it is registered with.")
+      .def_prop_ro(
+          "access", [](RemoteMemory& self) { return name_of(self.access); }, "What is permitted: 'r', 'w' or 'rw'.")
       .def_ro("nbytes", &RemoteMemory::nbytes, "Size in bytes.")
       .def_ro("offset_bytes", &RemoteMemory::offset, "Where it begins in the peer's memory.")
       .def_ro("signals", &RemoteMemory::signals, "How many signals the peer's memory has.")
@@ -172,18 +183,28 @@ It is a value: it can be pickled, compared and cut, and gives access to nothing 
           },
           nb::arg("offset_bytes") = 0, nb::arg("nbytes").none() = nb::none(),
           nb::sig("def view(self, offset_bytes: int = 0, nbytes: int | None = None) -> RemoteMemory"), "A part of it.")
-      .def("__eq__", [](RemoteMemory& self, nb::handle other) {
-        return nb::isinstance<RemoteMemory>(other) && nb::inst_ready(other) && nb::inst_ptr<RemoteMemory>(other)->to_bytes() == self.to_bytes();
-      }, nb::sig("def __eq__(self, other: object, /) -> bool"))
+      .def(
+          "__eq__",
+          [](RemoteMemory& self, nb::handle other) {
+            return nb::isinstance<RemoteMemory>(other) && nb::inst_ready(other) &&
+                   nb::inst_ptr<RemoteMemory>(other)->to_bytes() == self.to_bytes();
+          },
+          nb::sig("def __eq__(self, other: object, /) -> bool"))
       .def("__hash__", [](RemoteMemory& self) { return nb::hash(to_bytes(self.to_bytes())); })
-      .def("__reduce__", [](nb::handle_t<RemoteMemory> self) {
-        // Functions of an extension cannot be pickled: copyreg makes the empty object, __setstate__ fills it.
-        const nb::object make = nb::module_::import_("copyreg").attr("__newobj__");
-        return nb::make_tuple(make, nb::make_tuple(self.type()), self.attr("to_bytes")());
-      }, nb::sig("def __reduce__(self) -> tuple[object, ...]"))
-      .def("__setstate__", [](RemoteMemory& self, nb::handle handle) {
-        new (&self) RemoteMemory(RemoteMemory::from_bytes(bytes_of(handle, "a handle")));
-      }, nb::arg("handle"), nb::sig("def __setstate__(self, handle: bytes) -> None"))
+      .def(
+          "__reduce__",
+          [](nb::handle_t<RemoteMemory> self) {
+            // Functions of an extension cannot be pickled: copyreg makes the empty object, __setstate__ fills it.
+            const nb::object make = nb::module_::import_("copyreg").attr("__newobj__");
+            return nb::make_tuple(make, nb::make_tuple(self.type()), self.attr("to_bytes")());
+          },
+          nb::sig("def __reduce__(self) -> tuple[object, ...]"))
+      .def(
+          "__setstate__",
+          [](RemoteMemory& self, nb::handle handle) {
+            new (&self) RemoteMemory(RemoteMemory::from_bytes(bytes_of(handle, "a handle")));
+          },
+          nb::arg("handle"), nb::sig("def __setstate__(self, handle: bytes) -> None"))
       .def("__repr__", [](RemoteMemory& self) {
         return text("<RemoteMemory of ", self.nbytes, " bytes at ", self.offset, ", ", name_of(self.kind), ", access '",
                     name_of(self.access), "'>");

@@ -41,7 +41,8 @@ struct Put {
   const std::optional<Signal> then;
   const How options;
 
-  Put(nb::handle source, nb::handle offset_bytes, nb::handle signal, nb::handle add, bool async_op, const Deadline& deadline)
+  Put(nb::handle source, nb::handle offset_bytes, nb::handle signal, nb::handle add, bool async_op,
+      const Deadline& deadline)
       : buffer(source, "the source", false),
         offset(to_u64(offset_bytes, "offset_bytes")),
         then(to_signal(signal, add)),

@@ -56,7 +56,8 @@ void register_bench(nb::module_& m) {
         Blocking blocking;
         return bench_put_latency(*core, peer, buffer.data(), buffer.nbytes(), rounds, first);
       },
-      nb::sig("def bench_put_latency(window: Window, peer: int, source: object, iterations: int, first: bool) -> float"),
+      nb::sig(
+          "def bench_put_latency(window: Window, peer: int, source: object, iterations: int, first: bool) -> float"),
       "Half a round trip of puts, in seconds; both ranks call it, one with `first`, their memory zeroed.");
   m.def(
       "bench_signal_latency",
@@ -68,13 +69,15 @@ void register_bench(nb::module_& m) {
         Blocking blocking;
         return bench_signal_latency(*core, peer, buffer.data(), buffer.nbytes(), rounds, first, count);
       },
-      nb::sig("def bench_signal_latency(window: Window, peer: int, source: object, iterations: int, first: bool, already: int) -> float"),
+      nb::sig("def bench_signal_latency(window: Window, peer: int, source: object, iterations: int, first: bool, "
+              "already: int) -> float"),
       "Half a round trip of puts with signal 0, which stands at `already`, that is waited for; in seconds.");
   m.def(
       "bench_memcpy",
       [](nb::handle target, nb::handle source, nb::handle iterations) {
         Buffer to(target, "the target", true), from(source, "the source", false);
-        if (to.nbytes() != from.nbytes()) fail(ErrorKind::Bounds, "memcpy of ", from.nbytes(), " bytes into ", to.nbytes());
+        if (to.nbytes() != from.nbytes())
+          fail(ErrorKind::Bounds, "memcpy of ", from.nbytes(), " bytes into ", to.nbytes());
         const unsigned rounds = to_iterations(iterations);
         Blocking blocking;
         return bench_memcpy(to.data(), from.data(), from.nbytes(), rounds);

@@ -1,5 +1,5 @@
-#include "python/operations.h"
 #include "shm/transport.h"
+#include "python/operations.h"
 
 namespace onesided::python {
 namespace {
@@ -55,10 +55,13 @@ Thread-safe. Once lost it stays lost: make a new one.)")
             const auto target = self.target(remote, deadline);
             return put.run_on(target, *target, remote.offset);
           },
-          nb::arg("source"), nb::arg("remote"), nb::arg("offset_bytes") = 0, nb::kw_only(), nb::arg("signal").none() = nb::none(),
-          nb::arg("add") = 1, nb::arg("async_op") = false, nb::arg("timeout_s").none() = nb::none(),
-          nb::sig("def write(self, source: object, remote: RemoteMemory, offset_bytes: int = 0, *, signal: int | None = None, add: int = 1, async_op: bool = False, timeout_s: float | None = None) -> Work"),
-          "Writes all of `source` to `remote` from `offset_bytes` on, then adds `add` to signal `signal` if one is given.")
+          nb::arg("source"), nb::arg("remote"), nb::arg("offset_bytes") = 0, nb::kw_only(),
+          nb::arg("signal").none() = nb::none(), nb::arg("add") = 1, nb::arg("async_op") = false,
+          nb::arg("timeout_s").none() = nb::none(),
+          nb::sig("def write(self, source: object, remote: RemoteMemory, offset_bytes: int = 0, *, signal: int | None "
+                  "= None, add: int = 1, async_op: bool = False, timeout_s: float | None = None) -> Work"),
+          "Writes all of `source` to `remote` from `offset_bytes` on, then adds `add` to signal `signal` if one is "
+          "given.")
       .def(
           "read",
           [](PyConnection& self, nb::handle destination, RemoteMemory& remote, nb::handle offset_bytes, bool async_op,
@@ -69,9 +72,10 @@ Thread-safe. Once lost it stays lost: make a new one.)")
             const auto target = self.target(remote, deadline);
             return get.run_on(target, *target, remote.offset);
           },
-          nb::arg("destination"), nb::arg("remote"), nb::arg("offset_bytes") = 0, nb::kw_only(), nb::arg("async_op") = false,
-          nb::arg("timeout_s").none() = nb::none(),
-          nb::sig("def read(self, destination: object, remote: RemoteMemory, offset_bytes: int = 0, *, async_op: bool = False, timeout_s: float | None = None) -> Work"),
+          nb::arg("destination"), nb::arg("remote"), nb::arg("offset_bytes") = 0, nb::kw_only(),
+          nb::arg("async_op") = false, nb::arg("timeout_s").none() = nb::none(),
+          nb::sig("def read(self, destination: object, remote: RemoteMemory, offset_bytes: int = 0, *, async_op: bool "
+                  "= False, timeout_s: float | None = None) -> Work"),
           "Fills `destination` from `remote`, beginning at `offset_bytes` there.")
       .def(
           "signal",
@@ -81,8 +85,10 @@ Thread-safe. Once lost it stays lost: make a new one.)")
             const auto target = self.target(remote, deadline);
             return signal.run_on(target, *target);
           },
-          nb::arg("remote"), nb::arg("index"), nb::arg("add") = 1, nb::kw_only(), nb::arg("timeout_s").none() = nb::none(),
-          nb::sig("def signal(self, remote: RemoteMemory, index: int, add: int = 1, *, timeout_s: float | None = None) -> Work"),
+          nb::arg("remote"), nb::arg("index"), nb::arg("add") = 1, nb::kw_only(),
+          nb::arg("timeout_s").none() = nb::none(),
+          nb::sig("def signal(self, remote: RemoteMemory, index: int, add: int = 1, *, timeout_s: float | None = None) "
+                  "-> Work"),
           "Adds to a signal of `remote` when all earlier writes to it are visible.")
       .def(
           "fetch_add",
@@ -96,14 +102,16 @@ Thread-safe. Once lost it stays lost: make a new one.)")
           "Adds to an aligned 8-byte word atomically; returns what it held, in [0, 2**64).")
       .def(
           "compare_swap",
-          [](PyConnection& self, RemoteMemory& remote, nb::handle offset_bytes, nb::handle expected, nb::handle desired) {
+          [](PyConnection& self, RemoteMemory& remote, nb::handle offset_bytes, nb::handle expected,
+             nb::handle desired) {
             const std::uint64_t offset = to_u64(offset_bytes, "offset_bytes");
             const std::uint64_t from = to_word(expected, "expected"), to = to_word(desired, "desired");
             self.check("compare_swap", remote, offset, sizeof from);
             return self.target(remote, Deadline::never())->compare_swap(remote.offset + offset, from, to);
           },
           nb::arg("remote"), nb::arg("offset_bytes"), nb::arg("expected"), nb::arg("desired"),
-          nb::sig("def compare_swap(self, remote: RemoteMemory, offset_bytes: int, expected: int, desired: int) -> int"),
+          nb::sig(
+              "def compare_swap(self, remote: RemoteMemory, offset_bytes: int, expected: int, desired: int) -> int"),
           "Sets an aligned 8-byte word to `desired` if it holds `expected`; returns what it held, in [0, 2**64).")
       .def(
           "flush",
@@ -133,24 +141,35 @@ Thread-safe. Once lost it stays lost: make a new one.)")
             self.core->close();
           },
           nb::sig("def close(self) -> None"), "Ends it, after what is under way. Closing twice is legal.")
-      .def_prop_ro("peer", [](PyConnection& self) { return self.core->peer().name(); }, "The name given to connect().")
-      .def_prop_ro("connected", [](PyConnection& self) { return !self.core->peer().lost(); }, "False once it was closed or the peer is lost.")
-      .def("describe", [](PyConnection& self) { return to_dict(self.core->describe()); },
-           nb::sig("def describe(self) -> dict[str, str]"), "The peer, how it is reached, and its state.")
-      .def("__enter__", [](nb::handle self) { return nb::borrow(self); }, nb::sig("def __enter__(self) -> Connection"))
-      .def("__exit__", [](PyConnection& self, nb::args) {
-        Blocking blocking;
-        self.core->close();
-      }, nb::sig("def __exit__(self, *exception: object) -> None"));
+      .def_prop_ro(
+          "peer", [](PyConnection& self) { return self.core->peer().name(); }, "The name given to connect().")
+      .def_prop_ro(
+          "connected", [](PyConnection& self) { return !self.core->peer().lost(); },
+          "False once it was closed or the peer is lost.")
+      .def(
+          "describe", [](PyConnection& self) { return to_dict(self.core->describe()); },
+          nb::sig("def describe(self) -> dict[str, str]"), "The peer, how it is reached, and its state.")
+      .def(
+          "__enter__", [](nb::handle self) { return nb::borrow(self); }, nb::sig("def __enter__(self) -> Connection"))
+      .def(
+          "__exit__",
+          [](PyConnection& self, nb::args) {
+            Blocking blocking;
+            self.core->close();
+          },
+          nb::sig("def __exit__(self, *exception: object) -> None"));
 
   nb::class_<Target>(m, "Target", "A peer's memory, opened for a window.")
-      .def("describe", [](Target& self) { return to_dict(self.describe()); }, nb::sig("def describe(self) -> dict[str, str]"),
-           "The peer, the path to its memory, and its state.");
+      .def(
+          "describe", [](Target& self) { return to_dict(self.describe()); },
+          nb::sig("def describe(self) -> dict[str, str]"), "The peer, the path to its memory, and its state.");
 
-  nb::class_<PyShmTransport>(m, "ShmTransport", "Shared memory: peers on one host. See onesided.transport.ShmTransport.")
+  nb::class_<PyShmTransport>(m, "ShmTransport",
+                             "Shared memory: peers on one host. See onesided.transport.ShmTransport.")
       .def(nb::init<>())
-      .def_static("supported", [] { return shm::ShmTransport::unsupported_reason().empty(); },
-                  nb::sig("def supported() -> bool"), "Whether this system can have one. Cheap, without side effect.")
+      .def_static(
+          "supported", [] { return shm::ShmTransport::unsupported_reason().empty(); },
+          nb::sig("def supported() -> bool"), "Whether this system can have one. Cheap, without side effect.")
       .def_static(
           "unsupported_reason",
           []() -> std::optional<std::string> {
@@ -158,8 +177,10 @@ Thread-safe. Once lost it stays lost: make a new one.)")
             return reason.empty() ? std::nullopt : std::optional(reason);
           },
           nb::sig("def unsupported_reason() -> str | None"), "Why it cannot; None if it can.")
-      .def_prop_ro("kind", [](PyShmTransport&) { return "shm"; }, "'shm'.")
-      .def_prop_ro("closed", [](PyShmTransport& self) { return self.core->closed(); }, "True once close() was called.")
+      .def_prop_ro(
+          "kind", [](PyShmTransport&) { return "shm"; }, "'shm'.")
+      .def_prop_ro(
+          "closed", [](PyShmTransport& self) { return self.core->closed(); }, "True once close() was called.")
       .def(
           "allocate",
           [](PyShmTransport& self, nb::handle nbytes, const std::string& access, nb::handle signals, nb::handle slots) {
@@ -170,8 +191,10 @@ Thread-safe. Once lost it stays lost: make a new one.)")
             Blocking blocking;
             return PyMemory{transport->allocate(size, permitted, counters, peers)};
           },
-          nb::keep_alive<0, 1>(), nb::arg("nbytes"), nb::arg("access") = "rw", nb::kw_only(), nb::arg("signals") = 0, nb::arg("max_peers") = kDefaultSlots,
-          nb::sig("def allocate(self, nbytes: int, access: str = 'rw', *, signals: int = 0, max_peers: int = 256) -> Memory"),
+          nb::keep_alive<0, 1>(), nb::arg("nbytes"), nb::arg("access") = "rw", nb::kw_only(), nb::arg("signals") = 0,
+          nb::arg("max_peers") = kDefaultSlots,
+          nb::sig("def allocate(self, nbytes: int, access: str = 'rw', *, signals: int = 0, max_peers: int = 256) -> "
+                  "Memory"),
           R"(New memory that peers map: zeroed, its pages present, gone with its last user however that ends.
 
 `max_peers` bounds how many connections may open it at once. RegistrationError names what there is not enough of.)")
@@ -181,19 +204,25 @@ Thread-safe. Once lost it stays lost: make a new one.)")
             const Access permitted = parse_access(access);
             const std::uint32_t counters = to_u32(signals, "signals"), peers = to_u32(slots, "max_peers");
             Buffer bytes(buffer, "the memory to register", permits(permitted, Access::Write));
-            return PyMemory{self.core->register_memory(bytes.data(), bytes.nbytes(), permitted, counters, peers, bytes.keep())};
+            return PyMemory{
+                self.core->register_memory(bytes.data(), bytes.nbytes(), permitted, counters, peers, bytes.keep())};
           },
-          nb::keep_alive<0, 1>(), nb::arg("buffer"), nb::arg("access") = "rw", nb::kw_only(), nb::arg("signals") = 0, nb::arg("max_peers") = kDefaultSlots,
-          nb::sig("def register_memory(self, buffer: object, access: str = 'rw', *, signals: int = 0, max_peers: int = 256) -> Memory"),
+          nb::keep_alive<0, 1>(), nb::arg("buffer"), nb::arg("access") = "rw", nb::kw_only(), nb::arg("signals") = 0,
+          nb::arg("max_peers") = kDefaultSlots,
+          nb::sig("def register_memory(self, buffer: object, access: str = 'rw', *, signals: int = 0, max_peers: int = "
+                  "256) -> Memory"),
           R"(Makes a tensor or buffer known to peers, without a copy, and keeps it alive until the Memory is closed.
 
 Memory from allocate() is recognised in any view of it. Any other stays private: peers reach it by cross-memory attach,
 where the system permits that (they are told at their first operation if not), and atomics are Unsupported.)")
-      .def("bind", [](PyShmTransport& self, bool shared) {
-        const std::string endpoint = self.core->bind(shared).to_bytes();
-        return nb::bytes(endpoint.data(), endpoint.size());
-      }, nb::kw_only(), nb::arg("shared") = false, nb::sig("def bind(self, *, shared: bool = False) -> bytes"),
-           "An endpoint to give to a peer for connect(): good for one connection, or for any number if `shared`.")
+      .def(
+          "bind",
+          [](PyShmTransport& self, bool shared) {
+            const std::string endpoint = self.core->bind(shared).to_bytes();
+            return nb::bytes(endpoint.data(), endpoint.size());
+          },
+          nb::kw_only(), nb::arg("shared") = false, nb::sig("def bind(self, *, shared: bool = False) -> bytes"),
+          "An endpoint to give to a peer for connect(): good for one connection, or for any number if `shared`.")
       .def(
           "connect",
           [](PyShmTransport& self, nb::handle endpoint, const std::string& name, nb::handle timeout_s) {
@@ -204,17 +233,22 @@ where the system permits that (they are told at their first operation if not), a
             Blocking blocking;
             return PyConnection(transport->connect(peer, label, deadline));
           },
-          nb::keep_alive<0, 1>(), nb::arg("endpoint"), nb::kw_only(), nb::arg("name") = "", nb::arg("timeout_s").none() = 30.0,
-          nb::sig("def connect(self, endpoint: bytes, *, name: str = '', timeout_s: float | None = 30.0) -> Connection"),
+          nb::keep_alive<0, 1>(), nb::arg("endpoint"), nb::kw_only(), nb::arg("name") = "",
+          nb::arg("timeout_s").none() = 30.0,
+          nb::sig(
+              "def connect(self, endpoint: bytes, *, name: str = '', timeout_s: float | None = 30.0) -> Connection"),
           R"(Connects to the peer that bound `endpoint`, in any order with its own connect(). `name` is used in messages.
 
 HandleError for bytes that are no endpoint, StaleHandle for one that was used, ConnectionLost if nobody is there any more,
 DeadlineExceeded if nobody answers, Unsupported if the peer is on another host.)")
       .def(
           "loop_back",
-          [](PyShmTransport& self, PyMemory& memory, const std::string& name) { return self.core->loop_back(memory.core, name); },
+          [](PyShmTransport& self, PyMemory& memory, const std::string& name) {
+            return self.core->loop_back(memory.core, name);
+          },
           nb::arg("memory"), nb::arg("name") = "this rank",
-          nb::sig("def loop_back(self, memory: Memory, name: str = 'this rank') -> Target"), "Opens this process's own memory for a window.")
+          nb::sig("def loop_back(self, memory: Memory, name: str = 'this rank') -> Target"),
+          "Opens this process's own memory for a window.")
       .def(
           "close",
           [](PyShmTransport& self) {
@@ -223,8 +257,9 @@ DeadlineExceeded if nobody answers, Unsupported if the peer is on another host.)
             transport->close();
           },
           nb::sig("def close(self) -> None"), "Closes connections, then memories, then itself. Closing twice is legal.")
-      .def("describe", [](PyShmTransport& self) { return to_dict(self.core->describe()); },
-           nb::sig("def describe(self) -> dict[str, str]"), "Its state and what it holds.");
+      .def(
+          "describe", [](PyShmTransport& self) { return to_dict(self.core->describe()); },
+          nb::sig("def describe(self) -> dict[str, str]"), "Its state and what it holds.");
 }
 
 }  // namespace onesided::python

@@ -43,23 +43,27 @@ void register_window(nb::module_& m) {
           "__init__",
           [](PyWindow* self, std::string name, PyMemory* memory, std::vector<std::shared_ptr<Target>> targets,
              std::optional<unsigned> rank) {
-            auto core = std::make_shared<Window>(name, memory == nullptr ? nullptr : memory->core, std::move(targets), rank);
+            auto core =
+                std::make_shared<Window>(name, memory == nullptr ? nullptr : memory->core, std::move(targets), rank);
             new (self) PyWindow{std::move(name), std::move(core)};
           },
           nb::arg("name"), nb::arg("memory").none(), nb::arg("targets"), nb::arg("rank").none() = nb::none(),
-          nb::sig("def __init__(self, name: str, memory: Memory | None, targets: list[Target], rank: int | None = None) -> None"))
+          nb::sig("def __init__(self, name: str, memory: Memory | None, targets: list[Target], rank: int | None = "
+                  "None) -> None"))
       .def(
           "put",
-          [](PyWindow& self, nb::handle source, nb::handle peer, nb::handle offset_bytes, nb::handle signal, nb::handle add,
-             bool async_op, nb::handle timeout_s) {
+          [](PyWindow& self, nb::handle source, nb::handle peer, nb::handle offset_bytes, nb::handle signal,
+             nb::handle add, bool async_op, nb::handle timeout_s) {
             const std::int64_t rank = to_rank(peer);
             const Put put(source, offset_bytes, signal, add, async_op, to_deadline(timeout_s));
             const auto& window = self.open("put");
             return put.run_on(window, window->target("put", rank));
           },
-          nb::arg("source"), nb::arg("peer"), nb::arg("offset_bytes") = 0, nb::kw_only(), nb::arg("signal").none() = nb::none(),
-          nb::arg("add") = 1, nb::arg("async_op") = false, nb::arg("timeout_s").none() = nb::none(),
-          nb::sig("def put(self, source: object, peer: int, offset_bytes: int = 0, *, signal: int | None = None, add: int = 1, async_op: bool = False, timeout_s: float | None = None) -> Work"),
+          nb::arg("source"), nb::arg("peer"), nb::arg("offset_bytes") = 0, nb::kw_only(),
+          nb::arg("signal").none() = nb::none(), nb::arg("add") = 1, nb::arg("async_op") = false,
+          nb::arg("timeout_s").none() = nb::none(),
+          nb::sig("def put(self, source: object, peer: int, offset_bytes: int = 0, *, signal: int | None = None, add: "
+                  "int = 1, async_op: bool = False, timeout_s: float | None = None) -> Work"),
           R"(Writes all bytes of `source` into the window of rank `peer`, from `offset_bytes` on.
 
 `source` is any contiguous tensor, array or buffer; it need not be shared or registered. Zero bytes are legal. With
@@ -74,15 +78,17 @@ ConnectionLost, DeadlineExceeded; the source is not read after that. After an er
 put are undefined, all others are unchanged.)")
       .def(
           "get",
-          [](PyWindow& self, nb::handle destination, nb::handle peer, nb::handle offset_bytes, bool async_op, nb::handle timeout_s) {
+          [](PyWindow& self, nb::handle destination, nb::handle peer, nb::handle offset_bytes, bool async_op,
+             nb::handle timeout_s) {
             const std::int64_t rank = to_rank(peer);
             const Get get(destination, offset_bytes, async_op, to_deadline(timeout_s));
             const auto& window = self.open("get");
             return get.run_on(window, window->target("get", rank));
           },
-          nb::arg("destination"), nb::arg("peer"), nb::arg("offset_bytes") = 0, nb::kw_only(), nb::arg("async_op") = false,
-          nb::arg("timeout_s").none() = nb::none(),
-          nb::sig("def get(self, destination: object, peer: int, offset_bytes: int = 0, *, async_op: bool = False, timeout_s: float | None = None) -> Work"),
+          nb::arg("destination"), nb::arg("peer"), nb::arg("offset_bytes") = 0, nb::kw_only(),
+          nb::arg("async_op") = false, nb::arg("timeout_s").none() = nb::none(),
+          nb::sig("def get(self, destination: object, peer: int, offset_bytes: int = 0, *, async_op: bool = False, "
+                  "timeout_s: float | None = None) -> Work"),
           R"(Fills `destination` with bytes of the window of rank `peer`, from `offset_bytes` on. Errors as for put().
 
 A get is not ordered against a put of somebody else: wait for a signal that says that the bytes are there.)")
@@ -96,25 +102,29 @@ A get is not ordered against a put of somebody else: wait for a signal that says
           },
           nb::arg("peer"), nb::arg("index"), nb::arg("add") = 1, nb::kw_only(), nb::arg("async_op") = false,
           nb::arg("timeout_s").none() = nb::none(),
-          nb::sig("def signal(self, peer: int, index: int, add: int = 1, *, async_op: bool = False, timeout_s: float | None = None) -> Work"),
+          nb::sig("def signal(self, peer: int, index: int, add: int = 1, *, async_op: bool = False, timeout_s: float | "
+                  "None = None) -> Work"),
           R"(Adds `add` to signal `index` of rank `peer`, when every earlier put from here to `peer` on this window is visible.
 
 Counters have 64 bits and may wrap; a negative `add` subtracts.)")
       .def(
           "wait_signal",
-          [](PyWindow& self, nb::handle index, nb::handle at_least, nb::handle source, nb::handle timeout_s, double spin_s) {
+          [](PyWindow& self, nb::handle index, nb::handle at_least, nb::handle source, nb::handle timeout_s,
+             double spin_s) {
             const auto window = self.open("wait_signal");
             const std::uint32_t signal = to_u32(index, "signal index");
-            const auto count = optionally<std::uint64_t>(at_least, [](nb::handle value) { return to_u64(value, "at_least"); });
+            const auto count =
+                optionally<std::uint64_t>(at_least, [](nb::handle value) { return to_u64(value, "at_least"); });
             const auto from = optionally<std::int64_t>(source, to_rank);
             const Deadline deadline = to_deadline(timeout_s);
             const auto spin = to_spin(spin_s);
             Blocking blocking;
             return window->wait_signal(signal, count, from, deadline, spin);
           },
-          nb::arg("index"), nb::arg("at_least").none() = nb::none(), nb::kw_only(), nb::arg("source").none() = nb::none(),
-          nb::arg("timeout_s").none() = nb::none(), nb::arg("spin_s") = 50e-6,
-          nb::sig("def wait_signal(self, index: int, at_least: int | None = None, *, source: int | None = None, timeout_s: float | None = None, spin_s: float = 5e-05) -> int"),
+          nb::arg("index"), nb::arg("at_least").none() = nb::none(), nb::kw_only(),
+          nb::arg("source").none() = nb::none(), nb::arg("timeout_s").none() = nb::none(), nb::arg("spin_s") = 50e-6,
+          nb::sig("def wait_signal(self, index: int, at_least: int | None = None, *, source: int | None = None, "
+                  "timeout_s: float | None = None, spin_s: float = 5e-05) -> int"),
           R"(Waits until signal `index` of this rank has reached `at_least`; returns its count.
 
 Without `at_least`, consumes one: each such call on an index waits for one more than all earlier ones. Consuming is done
@@ -183,11 +193,13 @@ Returns what it held, in [0, 2**64). Unsupported on a window over a private tens
 
 The target need not call anything. Raises the first failure of an asynchronous operation that nobody was told of.
 When the deadline passes, what is left is cancelled and DeadlineExceeded is raised.)")
-      .def("lost", [](PyWindow& self) { return self.open("lost")->lost(); }, nb::sig("def lost(self) -> list[int]"),
-           "The ranks that are lost, in order.")
-      .def("acknowledge_lost", [](PyWindow& self) { return self.open("acknowledge_lost")->acknowledge_lost(); },
-           nb::sig("def acknowledge_lost(self) -> list[int]"),
-           R"(The ranks that are lost; from here on, waits without `source` go on without them.
+      .def(
+          "lost", [](PyWindow& self) { return self.open("lost")->lost(); }, nb::sig("def lost(self) -> list[int]"),
+          "The ranks that are lost, in order.")
+      .def(
+          "acknowledge_lost", [](PyWindow& self) { return self.open("acknowledge_lost")->acknowledge_lost(); },
+          nb::sig("def acknowledge_lost(self) -> list[int]"),
+          R"(The ranks that are lost; from here on, waits without `source` go on without them.
 
 After MPI's MPIX_Comm_failure_ack (User Level Failure Mitigation): a wait for anybody cannot know whether the lost rank was
 the one, so it fails once, and goes on when told to.)")
@@ -207,11 +219,16 @@ the one, so it fails once, and goes on when told to.)")
           },
           nb::arg("timeout_s").none() = 5.0, nb::sig("def close(self, timeout_s: float | None = 5.0) -> None"),
           "Ends access to this rank's memory; onesided.windows.Window.close says more.")
-      .def_prop_ro("closed", [](PyWindow& self) { return self.core == nullptr || self.core->closed(); }, "True once close() has ended.")
-      .def_prop_ro("name", [](PyWindow& self) { return self.name; }, "The name of the window, the same on all ranks.")
-      .def_prop_ro("size", [](PyWindow& self) { return self.open("size")->size(); }, "The number of ranks.")
-      .def_prop_ro("rank", [](PyWindow& self) { return self.open("rank")->rank(); }, nb::sig("def rank(self) -> int | None"),
-                   "This process's rank; None on an attached window.");
+      .def_prop_ro(
+          "closed", [](PyWindow& self) { return self.core == nullptr || self.core->closed(); },
+          "True once close() has ended.")
+      .def_prop_ro(
+          "name", [](PyWindow& self) { return self.name; }, "The name of the window, the same on all ranks.")
+      .def_prop_ro(
+          "size", [](PyWindow& self) { return self.open("size")->size(); }, "The number of ranks.")
+      .def_prop_ro(
+          "rank", [](PyWindow& self) { return self.open("rank")->rank(); }, nb::sig("def rank(self) -> int | None"),
+          "This process's rank; None on an attached window.");
 }
 
 }  // namespace onesided::python

@@ -18,7 +18,8 @@ void register_work(nb::module_& m) {
 
 Done means complete at both ends: the source may be reused, and the bytes are visible to the target. A Work keeps its
 source, its window and its connection alive until then. It may be used from any thread.)")
-      .def("done", &Work::done, nb::sig("def done(self) -> bool"), "True if the operation succeeded or failed. Never blocks.")
+      .def("done", &Work::done, nb::sig("def done(self) -> bool"),
+           "True if the operation succeeded or failed. Never blocks.")
       .def(
           "wait",
           [](Work& work, nb::handle timeout_s) {

@@ -94,7 +94,12 @@ class Child:
         prelude += "def say(*words): print(*words, flush=True)\n"
         self.process = subprocess.Popen(
             [sys.executable, "-W", "error", "-c", prelude + textwrap.dedent(code), *args],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -110,7 +115,7 @@ class Child:
         while True:
             for line in list(self.lines):
                 if line.split(" ")[0] == word:
-                    return line[len(word) + 1:]
+                    return line[len(word) + 1 :]
             ended = self.process.poll() is not None and not self._reader.is_alive()
             if ended or time.monotonic() > deadline_s:
                 self.process.kill()

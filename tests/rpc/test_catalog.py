@@ -35,8 +35,15 @@ def state(clock: Clock) -> ControlState:
     return ControlState(clock)
 
 
-def publish(state: ControlState, owner: str, name: str, value: bytes, lease_s: float = 10.0, replace: bool = False,
-            version: int = 0) -> tuple[int, str, bytes]:
+def publish(
+    state: ControlState,
+    owner: str,
+    name: str,
+    value: bytes,
+    lease_s: float = 10.0,
+    replace: bool = False,
+    version: int = 0,
+) -> tuple[int, str, bytes]:
     entry = state.publish(owner, name, value, lease_s, replace, version)
     return entry.version, entry.owner, entry.value
 
@@ -140,7 +147,10 @@ def test_watchers_see_their_names_in_order(state: ControlState, clock: Clock) ->
     state.catalog.withdraw("a", "p/0")
     advance(clock, state, 1.2)
     assert [(event.kind, event.entry.name) for event in watcher.events] == [
-        ("published", "p/1"), ("withdrawn", "p/0"), ("expired", "p/1")]
+        ("published", "p/1"),
+        ("withdrawn", "p/0"),
+        ("expired", "p/1"),
+    ]
     assert len(seen) == 3
     state.catalog.unwatch(watcher)
     publish(state, "a", "p/2", b"")
@@ -165,8 +175,17 @@ def test_leaving_withdraws_all(state: ControlState) -> None:
 
 
 @settings(max_examples=200)
-@given(st.lists(st.tuples(st.sampled_from(["publish", "replace", "withdraw", "drop"]), st.sampled_from("ab"),
-                          st.sampled_from("xyz"), st.binary(max_size=3)), max_size=40))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["publish", "replace", "withdraw", "drop"]),
+            st.sampled_from("ab"),
+            st.sampled_from("xyz"),
+            st.binary(max_size=3),
+        ),
+        max_size=40,
+    )
+)
 def test_random_runs_agree_with_a_dict(steps: list[tuple[str, str, str, bytes]]) -> None:
     catalog = Catalog(Timers(lambda: 0.0))
     _, watcher = catalog.watch("", lambda: None)

@@ -94,7 +94,8 @@ def test_a_list_larger_than_a_message(pair) -> None:
         one.publish(f"n{number:02}", bytes([number]) * (1 << 20))
     entries = two.list()
     assert [(entry.name, entry.value[:1], len(entry.value)) for entry in entries] == [
-        (f"n{number:02}", bytes([number]), 1 << 20) for number in range(20)]
+        (f"n{number:02}", bytes([number]), 1 << 20) for number in range(20)
+    ]
 
 
 def test_watch_replays_and_follows(pair) -> None:
@@ -110,7 +111,10 @@ def test_watch_replays_and_follows(pair) -> None:
         one.publish("p/c", b"3")
         events = [watch.next(timeout_s=30) for _ in range(3)]
         assert [(event.kind, event.entry.name, event.entry.value, event.entry.version) for event in events] == [
-            ("published", "p/a", b"2", 2), ("withdrawn", "p/b", b"1", 1), ("published", "p/c", b"3", 1)]
+            ("published", "p/a", b"2", 2),
+            ("withdrawn", "p/b", b"1", 1),
+            ("published", "p/c", b"3", 1),
+        ]
         with pytest.raises(DeadlineExceeded, match="no event"):
             watch.next(timeout_s=0.05)
     with pytest.raises(StaleHandle):
@@ -184,12 +188,15 @@ def test_names_of_every_alphabet(pair) -> None:
 
 
 def test_entries_of_other_processes_end_with_their_lease(server: Server, directory: Directory, spawn) -> None:
-    child = spawn("""
+    child = spawn(
+        """
         directory = Directory(sys.argv[1], lease_s=0.5)
         directory.publish("n", b"v")
         say("ready")
         sys.stdin.read()
-    """, server.address)
+    """,
+        server.address,
+    )
     child.said("ready")
     watch = directory.watch()
     event = watch.next(timeout_s=30)
@@ -244,8 +251,12 @@ def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "REPLY_S", 0.1)
     monkeypatch.setattr(client, "LATE_S", 0.1)
     directory = Directory("127.0.0.1:9")
-    for use in (lambda: directory.publish("n", b""), lambda: directory.lookup("n"), directory.list,
-                lambda: directory.withdraw("n")):
+    for use in (
+        lambda: directory.publish("n", b""),
+        lambda: directory.lookup("n"),
+        directory.list,
+        lambda: directory.withdraw("n"),
+    ):
         with pytest.raises(ConnectionLost, match=r"no answer from the control plane at 127\.0\.0\.1:9"):
             use()
     with pytest.raises(DeadlineExceeded, match=r"127\.0\.0\.1:9"):

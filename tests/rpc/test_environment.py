@@ -32,8 +32,14 @@ def free_port() -> int:
 
 def environment(rank: int, size: int, port: int, **more: str) -> dict[str, str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("ONESIDED_", "TORCHELASTIC_"))}
-    return {**clean, "RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            **more}
+    return {
+        **clean,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        **more,
+    }
 
 
 def test_the_server_is_one_port_above_the_master() -> None:
@@ -70,10 +76,21 @@ def test_missing_variables_are_named(names: tuple[str, ...], monkeypatch: pytest
         Group.from_env()
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("RANK", "4"), ("RANK", "-1"), ("RANK", "one"), ("WORLD_SIZE", "0"), ("WORLD_SIZE", "x"), ("MASTER_PORT", "99999"),
-    ("MASTER_PORT", "http"), ("ONESIDED_PORT", "-4"), ("TORCHELASTIC_RESTART_COUNT", "x"), ("MASTER_PORT", "65535"),
-])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("RANK", "4"),
+        ("RANK", "-1"),
+        ("RANK", "one"),
+        ("WORLD_SIZE", "0"),
+        ("WORLD_SIZE", "x"),
+        ("MASTER_PORT", "99999"),
+        ("MASTER_PORT", "http"),
+        ("ONESIDED_PORT", "-4"),
+        ("TORCHELASTIC_RESTART_COUNT", "x"),
+        ("MASTER_PORT", "65535"),
+    ],
+)
 def test_wrong_variables_are_named(name: str, value: str) -> None:
     with pytest.raises(BoundsError, match=name):
         read({**FULL, name: value})
@@ -130,7 +147,9 @@ def test_a_given_server_is_used(spawn, server: Server) -> None:
 
 def test_rank_0_gives_the_others_time_to_leave(spawn) -> None:
     port = free_port()
-    first, second = (spawn("""
+    first, second = (
+        spawn(
+            """
         group = Group.from_env(timeout_s=30)
         group.directory.publish(f"n{group.rank}", b"v")
         group.barrier()
@@ -142,20 +161,27 @@ def test_rank_0_gives_the_others_time_to_leave(spawn) -> None:
             while [entry.name for entry in group.directory.list()] != ["n1"]: time.sleep(0.01)
             time.sleep(0.5)
             say("still", group.directory.lookup("n1").value)
-    """, env=environment(rank, 2, port)) for rank in range(2))
+    """,
+            env=environment(rank, 2, port),
+        )
+        for rank in range(2)
+    )
     assert second.said("still") == "b'v'"
     assert 0.4 < float(first.said("left")) < 3.5
     assert first.end() == second.end() == 0
 
 
 def test_an_agents_store_without_torch_says_what_to_do(spawn) -> None:
-    child = spawn("""
+    child = spawn(
+        """
         sys.modules["torch"] = None
         try:
             Group.from_env()
         except Unsupported as error:
             say("refused", error)
-    """, env=environment(0, 2, 1, TORCHELASTIC_USE_AGENT_STORE="True"))
+    """,
+        env=environment(0, 2, 1, TORCHELASTIC_USE_AGENT_STORE="True"),
+    )
     assert "install torch, or set ONESIDED_PORT" in child.said("refused")
     assert child.end() == 0
 
@@ -163,18 +189,38 @@ def test_an_agents_store_without_torch_says_what_to_do(spawn) -> None:
 def test_under_torchrun(tmp_path) -> None:
     pytest.importorskip("torch.distributed.run", reason="torchrun comes with torch")
     script = tmp_path / "job.py"
-    script.write_text("import os, time\nfrom onesided.rpc import Group\n"
-                      "def say(*words): print(*words, flush=True)\n" + textwrap.dedent(JOB) + textwrap.dedent("""
+    script.write_text(
+        "import os, time\nfrom onesided.rpc import Group\n"
+        "def say(*words): print(*words, flush=True)\n"
+        + textwrap.dedent(JOB)
+        + textwrap.dedent("""
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             raise SystemExit(3)  # torchrun starts all anew, beside the same store
-    """))
+    """)
+    )
     env = {**environment(0, 1, 1), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     for name in NAMES:
         del env[name]
     begun_s = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1",
-         "--monitor-interval", "0.1", str(script)], env=env, capture_output=True, text=True, timeout=100)
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "--max-restarts",
+            "1",
+            "--monitor-interval",
+            "0.1",
+            str(script),
+        ],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert done.returncode == 0, done.stderr
     said = done.stdout.count("got b'0' b'1'")
     assert said in (3, 4), (done.stdout, done.stderr)  # one may be stopped before it says so

@@ -24,7 +24,11 @@ def join_with_children(server: Server, spawn, size: int, code: str, lease_s: flo
 
 
 def test_a_killed_member_is_lost_after_its_lease(server: Server, spawn, eventually) -> None:
-    group, children = join_with_children(server, spawn, 3, """
+    group, children = join_with_children(
+        server,
+        spawn,
+        3,
+        """
         group.directory.publish(f"n{group.rank}", b"v")
         group.barrier()
         say("ready")
@@ -34,7 +38,8 @@ def test_a_killed_member_is_lost_after_its_lease(server: Server, spawn, eventual
         except ConnectionLost as error:
             say("lost", error)
         sys.stdin.read()
-    """)
+    """,
+    )
     group.barrier()
     assert [entry.name for entry in group.directory.list()] == ["n1", "n2"]
     children[0].process.kill()
@@ -77,10 +82,16 @@ def test_a_killed_member_is_restarted_under_its_rank(server: Server, spawn) -> N
 
 
 def test_a_stopped_member_delays_others_to_their_deadline_only(server: Server, spawn) -> None:
-    group, (child,) = join_with_children(server, spawn, 2, """
+    group, (child,) = join_with_children(
+        server,
+        spawn,
+        2,
+        """
         group.barrier()
         sys.stdin.read()
-    """, lease_s=30)
+    """,
+        lease_s=30,
+    )
     group.barrier()
     child.process.send_signal(signal.SIGSTOP)
     begun_s = time.monotonic()
@@ -92,7 +103,11 @@ def test_a_stopped_member_delays_others_to_their_deadline_only(server: Server, s
 
 
 def test_a_member_stopped_for_longer_than_its_lease_learns_that_it_is_out(server: Server, spawn, eventually) -> None:
-    group, (child,) = join_with_children(server, spawn, 2, """
+    group, (child,) = join_with_children(
+        server,
+        spawn,
+        2,
+        """
         say("ready")
         sys.stdin.readline()
         try:
@@ -100,7 +115,8 @@ def test_a_member_stopped_for_longer_than_its_lease_learns_that_it_is_out(server
         except ConnectionLost as error:
             say("lost", sorted(group.lost_ranks()), error)
         group.leave()
-    """)
+    """,
+    )
     child.said("ready")
     child.process.send_signal(signal.SIGSTOP)
     with pytest.raises(ConnectionLost, match="rank 1 was lost"):
@@ -121,8 +137,7 @@ def test_a_stopped_server_loses_nobody(spawn) -> None:
     """)
     address = child.said("at")
     groups: list[Group] = []
-    joiner = threading.Thread(
-        target=lambda: groups.append(Group.join(address, "g", 2, rank=1, lease_s=0.5)))
+    joiner = threading.Thread(target=lambda: groups.append(Group.join(address, "g", 2, rank=1, lease_s=0.5)))
     joiner.start()
     with Group.join(address, "g", 2, rank=0, lease_s=0.5) as group:
         joiner.join(30)
@@ -191,7 +206,10 @@ def test_a_restarted_server_gets_everything_back(together, eventually) -> None:
     # The entries are back under their versions, with the same owners, and nobody was told that they had gone.
     eventually(lambda: len(watcher.list()) == 3, "all entries are back")
     assert [(e.name, e.value, e.version, e.owner) for e in watcher.list()] == [
-        ("n0", b"0", 1, entries[0].owner), ("n1", b"second", 2, entries[1].owner), ("n2", b"2", 1, entries[2].owner)]
+        ("n0", b"0", 1, entries[0].owner),
+        ("n1", b"second", 2, entries[1].owner),
+        ("n2", b"2", 1, entries[2].owner),
+    ]
     with pytest.raises(DeadlineExceeded):
         watch.next(timeout_s=0.3)
     groups[0].directory.withdraw("n0")
@@ -249,12 +267,15 @@ def test_an_entry_that_does_not_come_back_after_a_restart_is_told(monkeypatch, s
 
     monkeypatch.setattr(client, "BACK_S", 0.5)
     server = Server()
-    child = spawn("""
+    child = spawn(
+        """
         directory = Directory(sys.argv[1])
         directory.publish("dead", b"")
         say("ready")
         sys.stdin.read()
-    """, server.address)
+    """,
+        server.address,
+    )
     child.said("ready")
     with Directory(server.address) as directory:
         directory.publish("alive", b"", lease_s=0.3)
@@ -285,7 +306,8 @@ def test_a_member_that_dies_with_the_server_is_lost_in_the_next_one(spawn, monke
 
 
 def test_fork_after_use(server: Server, spawn) -> None:
-    child = spawn("""
+    child = spawn(
+        """
         import multiprocessing, warnings
         group = Group.join(sys.argv[1], "g", 1)
         directory = Directory(sys.argv[1])
@@ -315,24 +337,30 @@ def test_fork_after_use(server: Server, spawn) -> None:
         group.barrier()
         assert directory.publish("n", b"").version == 1
         say("unharmed")
-    """, server.address)
+    """,
+        server.address,
+    )
     assert child.said("child") == "14 True"
     assert child.said("ended") == "7"
     child.said("unharmed")
     assert child.end() == 0
 
 
-@pytest.mark.parametrize("use", [
-    "h.barrier(timeout_s=30)",
-    "Group.join(sys.argv[1], 'other', 2, timeout_s=30)",
-    "Group.join('127.0.0.1:9', 'other', 2, timeout_s=30)",
-    "Directory(sys.argv[1]).lookup('n', timeout_s=30)",
-    "next(Directory(sys.argv[1]).watch())",
-    "Group.local(2)[0].barrier(timeout_s=30)",
-    "run_local(2, lambda group: time.sleep(30) if group.rank else group.barrier())",
-])
+@pytest.mark.parametrize(
+    "use",
+    [
+        "h.barrier(timeout_s=30)",
+        "Group.join(sys.argv[1], 'other', 2, timeout_s=30)",
+        "Group.join('127.0.0.1:9', 'other', 2, timeout_s=30)",
+        "Directory(sys.argv[1]).lookup('n', timeout_s=30)",
+        "next(Directory(sys.argv[1]).watch())",
+        "Group.local(2)[0].barrier(timeout_s=30)",
+        "run_local(2, lambda group: time.sleep(30) if group.rank else group.barrier())",
+    ],
+)
 def test_ctrl_c_interrupts_at_once(server: Server, spawn, use: str, record_property) -> None:
-    child = spawn(f"""
+    child = spawn(
+        f"""
         groups = []
         thread = threading.Thread(target=lambda: groups.append(Group.join(sys.argv[1], "g", 2, rank=0)))
         thread.start()
@@ -349,7 +377,9 @@ def test_ctrl_c_interrupts_at_once(server: Server, spawn, use: str, record_prope
             say("not interrupted")
         except KeyboardInterrupt:
             say("interrupted", time.monotonic() - sent[0])
-    """, server.address)
+    """,
+        server.address,
+    )
     took_s = float(child.said("interrupted"))
     record_property("interrupted_after_s", took_s)
     assert took_s < 1
@@ -357,7 +387,11 @@ def test_ctrl_c_interrupts_at_once(server: Server, spawn, use: str, record_prope
 
 
 def test_an_interrupted_collective_leaves_the_group_in_step(server: Server, spawn) -> None:
-    group, (child,) = join_with_children(server, spawn, 2, """
+    group, (child,) = join_with_children(
+        server,
+        spawn,
+        2,
+        """
         signal.setitimer(signal.ITIMER_REAL, 0.3)
         def alarm(*_): raise InterruptedError
         signal.signal(signal.SIGALRM, alarm)
@@ -367,7 +401,8 @@ def test_an_interrupted_collective_leaves_the_group_in_step(server: Server, spaw
             say("interrupted")
         say("next", group.all_gather(b"next"))
         group.leave()
-    """)
+    """,
+    )
     child.said("interrupted")
     assert group.all_gather(b"a") == [b"a", b"interrupted"]
     assert group.all_gather(b"b") == [b"b", b"next"]
@@ -376,18 +411,21 @@ def test_an_interrupted_collective_leaves_the_group_in_step(server: Server, spaw
     group.leave()
 
 
-@pytest.mark.parametrize("code", [
-    "server = Server()",
-    "server = Server(); group = Group.join(server.address, 'g', 1); group.directory.publish('n', b'')",
-    "server = Server(); group = Group.join(server.address, 'g', 1); server.close()",
-    "server = Server(); directory = Directory(server.address); watch = directory.watch(); directory.publish('n', b''); "
-    "watch.next()",
-    "group = Group.local(2)[0]; watch = group.directory.watch()",
-    "directory = Directory('127.0.0.1:9'); watch = directory.watch()",
-    "import contextlib\nserver = Server()\ndef join():\n  with contextlib.suppress(StaleHandle):\n"
-    "    Group.join(server.address, 'g', 2)\nthreading.Thread(target=join, daemon=True).start(); time.sleep(0.2)",
-    "server = Server(); group = Group.join(server.address, 'g', 1); sys.modules['keep'] = group; del server, group",
-])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "server = Server()",
+        "server = Server(); group = Group.join(server.address, 'g', 1); group.directory.publish('n', b'')",
+        "server = Server(); group = Group.join(server.address, 'g', 1); server.close()",
+        "server = Server(); directory = Directory(server.address); watch = directory.watch(); directory.publish('n', b''); "
+        "watch.next()",
+        "group = Group.local(2)[0]; watch = group.directory.watch()",
+        "directory = Directory('127.0.0.1:9'); watch = directory.watch()",
+        "import contextlib\nserver = Server()\ndef join():\n  with contextlib.suppress(StaleHandle):\n"
+        "    Group.join(server.address, 'g', 2)\nthreading.Thread(target=join, daemon=True).start(); time.sleep(0.2)",
+        "server = Server(); group = Group.join(server.address, 'g', 1); sys.modules['keep'] = group; del server, group",
+    ],
+)
 def test_the_interpreter_ends_with_everything_open(spawn, code: str) -> None:
     begun_s = time.monotonic()
     child = spawn(code + "\nsay('end')")

@@ -28,13 +28,16 @@ def test_the_room_loads_neither_grpc_nor_torch() -> None:
 
 
 def test_a_server_and_a_client_need_no_torch() -> None:
-    done = run("-c", """
+    done = run(
+        "-c",
+        """
 import sys
 sys.modules['torch'] = None
 from onesided.rpc import Group, Server
 with Server() as server, Group.join(server.address, 'g', 1) as group:
     print(group.all_gather(b'x'))
-""")
+""",
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "[b'x']\n", "")
 
 

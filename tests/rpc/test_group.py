@@ -104,8 +104,15 @@ def test_leave_is_idempotent_and_ends_everything(make_groups) -> None:
     group.close()
     assert group.closed
     assert directory.closed
-    for use in (group.barrier, lambda: group.all_gather(b""), group.lost_ranks, lambda: directory.lookup("x"),
-                lambda: directory.publish("x", b""), directory.watch, lambda: group.add_close_callback(print)):
+    for use in (
+        group.barrier,
+        lambda: group.all_gather(b""),
+        group.lost_ranks,
+        lambda: directory.lookup("x"),
+        lambda: directory.publish("x", b""),
+        directory.watch,
+        lambda: group.add_close_callback(print),
+    ):
         with pytest.raises(StaleHandle):
             use()
     assert "closed" in repr(group)
@@ -271,13 +278,21 @@ def test_join_with_a_taken_rank(joined, server: Server) -> None:
         Group.join(server.address, "world", 2, timeout_s=20)
 
 
-@pytest.mark.parametrize(("arguments", "options", "error", "text"), [
-    (("g", 0), {}, BoundsError, "group size"), (("g", "2"), {}, TypeError, "group size"),
-    (("g", 2), {"rank": 2}, BoundsError, "rank"), (("g", 2), {"rank": -1}, BoundsError, "rank"),
-    (("g", 2), {"rank": 1.5}, TypeError, "rank"), (("", 2), {}, BoundsError, "group name"),
-    (("g" * 256, 2), {}, BoundsError, "group name"), ((b"g", 2), {}, TypeError, "group name"),
-    (("g", 2), {"lease_s": 0}, BoundsError, "lease_s"), (("g", 2), {"timeout_s": -1}, BoundsError, "timeout_s"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "text"),
+    [
+        (("g", 0), {}, BoundsError, "group size"),
+        (("g", "2"), {}, TypeError, "group size"),
+        (("g", 2), {"rank": 2}, BoundsError, "rank"),
+        (("g", 2), {"rank": -1}, BoundsError, "rank"),
+        (("g", 2), {"rank": 1.5}, TypeError, "rank"),
+        (("", 2), {}, BoundsError, "group name"),
+        (("g" * 256, 2), {}, BoundsError, "group name"),
+        ((b"g", 2), {}, TypeError, "group name"),
+        (("g", 2), {"lease_s": 0}, BoundsError, "lease_s"),
+        (("g", 2), {"timeout_s": -1}, BoundsError, "timeout_s"),
+    ],
+)
 def test_join_with_wrong_arguments(arguments, options, error, text) -> None:
     with pytest.raises(error, match=text):
         Group.join("127.0.0.1:1", *arguments, **options)

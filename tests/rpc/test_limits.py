@@ -13,10 +13,19 @@ class Index:
         return 3
 
 
-@pytest.mark.parametrize(("rank", "error"), [
-    (-1, BoundsError), (4, BoundsError), (1 << 70, BoundsError), ("0", TypeError), (1.0, TypeError), (True, TypeError),
-    (None, TypeError), (b"1", TypeError),
-])
+@pytest.mark.parametrize(
+    ("rank", "error"),
+    [
+        (-1, BoundsError),
+        (4, BoundsError),
+        (1 << 70, BoundsError),
+        ("0", TypeError),
+        (1.0, TypeError),
+        (True, TypeError),
+        (None, TypeError),
+        (b"1", TypeError),
+    ],
+)
 def test_ranks(rank: object, error: type[Exception]) -> None:
     with pytest.raises(error, match="rank in a group of 4"):
         limits.check_rank(rank, 4)
@@ -60,8 +69,13 @@ def test_timeouts() -> None:
 
 def test_leases() -> None:
     assert limits.check_lease(3) == 3.0
-    for wrong, error in ((0, BoundsError), (-1, BoundsError), (math.inf, BoundsError), (math.nan, BoundsError),
-                         (None, TypeError)):
+    for wrong, error in (
+        (0, BoundsError),
+        (-1, BoundsError),
+        (math.inf, BoundsError),
+        (math.nan, BoundsError),
+        (None, TypeError),
+    ):
         with pytest.raises(error, match="lease_s"):
             limits.check_lease(wrong)
 
@@ -76,26 +90,50 @@ def test_bytes() -> None:
             limits.check_bytes(wrong, "value", 9)
 
 
-@pytest.mark.parametrize(("ranks", "text"), [
-    ([], "ranks "), ([3], "rank 3"), ([1, 0], "ranks 0-1"), ([7, 1, 5, 6], "ranks 1, 5-7"),
-    (range(0, 60, 2), "ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, …"),
-])
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([], "ranks "),
+        ([3], "rank 3"),
+        ([1, 0], "ranks 0-1"),
+        ([7, 1, 5, 6], "ranks 1, 5-7"),
+        (range(0, 60, 2), "ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, …"),
+    ],
+)
 def test_ranks_in_words(ranks: list[int], text: str) -> None:
     assert limits.ranks_text(ranks) == text
 
 
-@pytest.mark.parametrize(("text", "parts"), [
-    ("127.0.0.1:80", ("127.0.0.1", 80)), ("[::1]:9", ("::1", 9)), ("node-1.local:65535", ("node-1.local", 65535)),
-])
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("127.0.0.1:80", ("127.0.0.1", 80)),
+        ("[::1]:9", ("::1", 9)),
+        ("node-1.local:65535", ("node-1.local", 65535)),
+    ],
+)
 def test_addresses(text: str, parts: tuple[str, int]) -> None:
     assert address.parse(text) == parts
     assert address.join(*parts) == text
 
 
-@pytest.mark.parametrize("text", [
-    "", "host", ":80", "host:", "host:http", "host:-1", "host:65536", "::1:80", "1:2:3", "host:0", "host: 80",
-    "host:８０",
-])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "host",
+        ":80",
+        "host:",
+        "host:http",
+        "host:-1",
+        "host:65536",
+        "::1:80",
+        "1:2:3",
+        "host:0",
+        "host: 80",
+        "host:８０",
+    ],
+)
 def test_what_is_no_address(text: str) -> None:
     with pytest.raises(BoundsError, match="port"):
         address.parse(text)

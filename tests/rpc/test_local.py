@@ -13,7 +13,8 @@ from onesided.errors import BoundsError, ConnectionLost, DeadlineExceeded
 
 def test_results_by_rank() -> None:
     assert run_local(4, lambda group: (group.rank, group.all_gather(b"%d" % group.rank))) == [
-        (rank, [b"0", b"1", b"2", b"3"]) for rank in range(4)]
+        (rank, [b"0", b"1", b"2", b"3"]) for rank in range(4)
+    ]
 
 
 def test_the_first_failure_is_raised_and_frees_the_others() -> None:

@@ -37,8 +37,9 @@ class Plane:
     def gather(self, client: str, sequence: int, payload: bytes = b"", timeout_s: float = 60) -> Ticket:
         return self.state.gather(client, sequence, "all_gather", payload, timeout_s)
 
-    def resume(self, client: str, size: int, rank: int, epoch: int = 1, sequence: int = 0,
-               payload: bytes | None = None) -> None:
+    def resume(
+        self, client: str, size: int, rank: int, epoch: int = 1, sequence: int = 0, payload: bytes | None = None
+    ) -> None:
         self.state.resume(client, "g", size, rank, epoch, 10.0, sequence, "all_gather", payload)
 
 

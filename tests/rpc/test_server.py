@@ -44,7 +44,7 @@ def listening() -> set[tuple[str, int]]:
             fields = line.split()
             if fields[3] == "0A" and fields[9] in mine:
                 host, port = fields[1].split(":")
-                words = [bytes.fromhex(host[i:i + 8])[::-1] for i in range(0, len(host), 8)]
+                words = [bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8)]
                 family = socket.AF_INET if table == "tcp" else socket.AF_INET6
                 # Bound to a mapped IPv4 address, a socket of IPv6 hears that very address.
                 found.add((socket.inet_ntop(family, b"".join(words)).removeprefix("::ffff:"), int(port, 16)))
@@ -122,12 +122,15 @@ def test_a_port_is_free_again_once_closed() -> None:
 
 
 def test_64_servers_of_16_processes_at_once(spawn) -> None:
-    children = [spawn("""
+    children = [
+        spawn("""
         servers = [Server() for _ in range(4)]
         say("at", *(server.address for server in servers))
         sys.stdin.read()
         for server in servers: server.close()
-    """) for _ in range(16)]
+    """)
+        for _ in range(16)
+    ]
     addresses = [address for child in children for address in child.said("at").split()]
     assert len(set(addresses)) == 64
     for address in addresses[::7]:
@@ -160,8 +163,11 @@ def test_reflection_is_the_standard_service(channel: grpc.Channel) -> None:
     request = reflection_pb2.ServerReflectionRequest(list_services="")
     (answer,) = stub.ServerReflectionInfo(iter([request]), timeout=30)
     assert {service.name for service in answer.list_services_response.service} == {
-        "onesided.v1.Control", "onesided.v1.Directory", "grpc.health.v1.Health",
-        "grpc.reflection.v1alpha.ServerReflection"}
+        "onesided.v1.Control",
+        "onesided.v1.Directory",
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1alpha.ServerReflection",
+    }
     request = reflection_pb2.ServerReflectionRequest(file_containing_symbol="onesided.v1.Directory")
     (answer,) = stub.ServerReflectionInfo(iter([request]), timeout=30)
     assert answer.file_descriptor_response.file_descriptor_proto == [pb.DESCRIPTOR.serialized_pb]
@@ -175,27 +181,30 @@ def test_messages_are_bounded(channel: grpc.Channel, directory: Directory) -> No
     assert directory.list() == []
 
 
-@pytest.mark.parametrize(("method", "request_", "code", "text"), [
-    ("Join", pb.JoinRequest(), "OUT_OF_RANGE", "client id"),
-    ("Join", pb.JoinRequest(client_id="c", group="g", size=0, lease_s=1), "OUT_OF_RANGE", "group size is 0"),
-    ("Join", pb.JoinRequest(client_id="c", group="g", size=1 << 31, lease_s=1), "OUT_OF_RANGE", "group size"),
-    ("Join", pb.JoinRequest(client_id="c", group="g", size=2, rank=2, lease_s=1), "OUT_OF_RANGE", "rank"),
-    ("Join", pb.JoinRequest(client_id="c", group="g", size=2, lease_s=float("nan")), "OUT_OF_RANGE", "lease_s"),
-    ("Join", pb.JoinRequest(client_id="c", group="g", size=2, lease_s=float("inf")), "OUT_OF_RANGE", "lease_s"),
-    ("Join", pb.JoinRequest(client_id="c", group="g", size=2, lease_s=1), "DEADLINE_EXCEEDED", "1 of 2 members"),
-    ("Resume", pb.ResumeRequest(client_id="c", group="g", size=0, lease_s=1), "OUT_OF_RANGE", "group size"),
-    ("Resume", pb.ResumeRequest(client_id="c", group="g", size=1, rank=1, lease_s=1), "OUT_OF_RANGE", "rank"),
-    ("Heartbeat", pb.HeartbeatRequest(client_id="c", member=True), "DATA_LOSS", "does not know c"),
-    ("AllGather", pb.AllGatherRequest(client_id="c", sequence=1), "DATA_LOSS", "does not know c"),
-    ("AllGather", pb.AllGatherRequest(client_id="c", timeout_s=-1), "OUT_OF_RANGE", "timeout_s"),
-    ("Publish", pb.PublishRequest(client_id="c", name="n", lease_s=-1), "OUT_OF_RANGE", "lease_s"),
-    ("Publish", pb.PublishRequest(client_id="c", lease_s=1), "OUT_OF_RANGE", "entry name"),
-    ("Publish", pb.PublishRequest(name="n", lease_s=1), "OUT_OF_RANGE", "client id"),
-    ("Lookup", pb.LookupRequest(name="n"), "NOT_FOUND", "nothing is published as 'n'"),
-    ("Lookup", pb.LookupRequest(name="n", timeout_s=float("nan")), "OUT_OF_RANGE", "timeout_s"),
-    ("Withdraw", pb.WithdrawRequest(client_id="c"), "OUT_OF_RANGE", "entry name"),
-    ("List", pb.ListRequest(prefix="x" * 256), "OUT_OF_RANGE", "prefix"),
-])
+@pytest.mark.parametrize(
+    ("method", "request_", "code", "text"),
+    [
+        ("Join", pb.JoinRequest(), "OUT_OF_RANGE", "client id"),
+        ("Join", pb.JoinRequest(client_id="c", group="g", size=0, lease_s=1), "OUT_OF_RANGE", "group size is 0"),
+        ("Join", pb.JoinRequest(client_id="c", group="g", size=1 << 31, lease_s=1), "OUT_OF_RANGE", "group size"),
+        ("Join", pb.JoinRequest(client_id="c", group="g", size=2, rank=2, lease_s=1), "OUT_OF_RANGE", "rank"),
+        ("Join", pb.JoinRequest(client_id="c", group="g", size=2, lease_s=float("nan")), "OUT_OF_RANGE", "lease_s"),
+        ("Join", pb.JoinRequest(client_id="c", group="g", size=2, lease_s=float("inf")), "OUT_OF_RANGE", "lease_s"),
+        ("Join", pb.JoinRequest(client_id="c", group="g", size=2, lease_s=1), "DEADLINE_EXCEEDED", "1 of 2 members"),
+        ("Resume", pb.ResumeRequest(client_id="c", group="g", size=0, lease_s=1), "OUT_OF_RANGE", "group size"),
+        ("Resume", pb.ResumeRequest(client_id="c", group="g", size=1, rank=1, lease_s=1), "OUT_OF_RANGE", "rank"),
+        ("Heartbeat", pb.HeartbeatRequest(client_id="c", member=True), "DATA_LOSS", "does not know c"),
+        ("AllGather", pb.AllGatherRequest(client_id="c", sequence=1), "DATA_LOSS", "does not know c"),
+        ("AllGather", pb.AllGatherRequest(client_id="c", timeout_s=-1), "OUT_OF_RANGE", "timeout_s"),
+        ("Publish", pb.PublishRequest(client_id="c", name="n", lease_s=-1), "OUT_OF_RANGE", "lease_s"),
+        ("Publish", pb.PublishRequest(client_id="c", lease_s=1), "OUT_OF_RANGE", "entry name"),
+        ("Publish", pb.PublishRequest(name="n", lease_s=1), "OUT_OF_RANGE", "client id"),
+        ("Lookup", pb.LookupRequest(name="n"), "NOT_FOUND", "nothing is published as 'n'"),
+        ("Lookup", pb.LookupRequest(name="n", timeout_s=float("nan")), "OUT_OF_RANGE", "timeout_s"),
+        ("Withdraw", pb.WithdrawRequest(client_id="c"), "OUT_OF_RANGE", "entry name"),
+        ("List", pb.ListRequest(prefix="x" * 256), "OUT_OF_RANGE", "prefix"),
+    ],
+)
 def test_any_request_gets_an_answer_of_the_table(channel: grpc.Channel, method, request_, code, text) -> None:
     stubs = vars(pb_grpc.ControlStub(channel)) | vars(pb_grpc.DirectoryStub(channel))
     with pytest.raises(grpc.RpcError, match=text) as caught:
@@ -269,9 +278,28 @@ def test_tls(tmp_path: Path) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("there is no openssl to make a certificate with")
     subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost", "-addext",
-         "subjectAltName=IP:127.0.0.1", "-keyout", "key.pem", "-out", "cert.pem"],
-        cwd=tmp_path, check=True, capture_output=True)
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "rsa:2048",
+            "-nodes",
+            "-days",
+            "1",
+            "-subj",
+            "/CN=localhost",
+            "-addext",
+            "subjectAltName=IP:127.0.0.1",
+            "-keyout",
+            "key.pem",
+            "-out",
+            "cert.pem",
+        ],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+    )
     key, cert = (tmp_path / "key.pem").read_bytes(), (tmp_path / "cert.pem").read_bytes()
     credentials = grpc.ssl_server_credentials([(key, cert)], root_certificates=cert, require_client_auth=True)
     client = grpc.ssl_channel_credentials(root_certificates=cert, private_key=key, certificate_chain=cert)
