@@ -222,7 +222,8 @@ class Memberships:
                     what = "all ranks" if joiner.rank is None else str(member)
                     joiner.ticket.fail(
                         BoundsError(
-                            f"{joiner.client_id} cannot join group {group.name!r}: {what} of {group.size} taken by a live "
+                            f"{joiner.client_id} cannot join group {group.name!r}: "
+                            f"{what} of {group.size} taken by a live "
                             f"member"
                         )
                     )

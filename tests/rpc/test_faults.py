@@ -417,7 +417,8 @@ def test_an_interrupted_collective_leaves_the_group_in_step(server: Server, spaw
         "server = Server()",
         "server = Server(); group = Group.join(server.address, 'g', 1); group.directory.publish('n', b'')",
         "server = Server(); group = Group.join(server.address, 'g', 1); server.close()",
-        "server = Server(); directory = Directory(server.address); watch = directory.watch(); directory.publish('n', b''); "
+        "server = Server(); directory = Directory(server.address); "
+        "watch = directory.watch(); directory.publish('n', b''); "
         "watch.next()",
         "group = Group.local(2)[0]; watch = group.directory.watch()",
         "directory = Directory('127.0.0.1:9'); watch = directory.watch()",
