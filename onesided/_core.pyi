@@ -185,12 +185,12 @@ class Connection:
         Adds to a signal of `remote` when all earlier writes to it are visible.
         """
 
-    def fetch_add(self, remote: RemoteMemory, offset_bytes: int, add: int) -> int:
+    def fetch_add(self, remote: RemoteMemory, offset_bytes: int, add: int, *, timeout_s: float | None = None) -> int:
         """
         Adds to an aligned 8-byte word atomically; returns what it held, in [0, 2**64).
         """
 
-    def compare_swap(self, remote: RemoteMemory, offset_bytes: int, expected: int, desired: int) -> int:
+    def compare_swap(self, remote: RemoteMemory, offset_bytes: int, expected: int, desired: int, *, timeout_s: float | None = None) -> int:
         """
         Sets an aligned 8-byte word to `desired` if it holds `expected`; returns what it held, in [0, 2**64).
         """
@@ -201,8 +201,12 @@ class Connection:
     def attach(self, remote: RemoteMemory, timeout_s: float | None = 30.0) -> Target:
         """Opens `remote` for a window. What it returns is only good for Window."""
 
-    def close(self) -> None:
-        """Ends it, after what is under way. Closing twice is legal."""
+    def close(self, timeout_s: float | None = 5.0) -> None:
+        """
+        Ends it, after what is under way. Closing twice is legal.
+
+        What is still under way when the deadline passes is cancelled, and DeadlineExceeded raised; it is closed all the same.
+        """
 
     @property
     def peer(self) -> str:
@@ -277,7 +281,7 @@ class ShmTransport:
     def loop_back(self, memory: Memory, name: str = 'this rank') -> Target:
         """Opens this process's own memory for a window."""
 
-    def close(self) -> None:
+    def close(self, timeout_s: float | None = 5.0) -> None:
         """
         Closes connections, then memories, then itself. Closing twice is legal.
         """

@@ -14,7 +14,7 @@ the target. `onesided.windows` puts ranks, names and collective creation on top,
 
 from onesided._core import Connection, Memory, RemoteMemory, Target, View, Work
 
-from .choose import open_transport
+from .choose import choose_kind, open_transport
 from .contract import Transport
 from .shm import ShmTransport
 
@@ -27,5 +27,6 @@ __all__ = [
     "Transport",
     "View",
     "Work",
+    "choose_kind",
     "open_transport",
 ]

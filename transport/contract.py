@@ -37,7 +37,7 @@ class Transport(Protocol):
     def loop_back(self, memory: Memory, name: str = "this rank") -> Target:
         """This process's own memory, as a window's target."""
 
-    def close(self) -> None:
+    def close(self, timeout_s: float | None = 5.0) -> None:
         """Drains, then frees; children first. Closing twice is legal."""
 
     def describe(self) -> dict[str, str]:

@@ -24,12 +24,17 @@ class ShmTransport(_core.ShmTransport):
     Raises Unsupported where the system has no memfd. After a fork, the child's first use raises OnesidedError.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, why: str = "made by the program") -> None:
         if not self.supported():
             raise Unsupported(f"no shm transport on this system: {self.unsupported_reason()}")
         super().__init__()
+        self._why = why
         _open.add(self)
         log.debug("shm transport opened")
+
+    def describe(self) -> dict[str, str]:
+        """Its kind and why it was chosen, its state, and what it holds."""
+        return {**super().describe(), "why": self._why}
 
     def __enter__(self) -> "ShmTransport":
         return self

@@ -8,9 +8,9 @@ import weakref
 from collections.abc import Callable
 from typing import SupportsFloat
 
-from onesided.transport import Connection, Transport, open_transport
+from onesided.transport import Connection, Transport, choose_kind, open_transport
 
-from onesided.errors import BoundsError, ConnectionLost, OnesidedError
+from onesided.errors import BoundsError, ConnectionLost, OnesidedError, Unsupported
 
 from .exchange import Exchange
 
@@ -25,7 +25,10 @@ class Countdown:
         if timeout_s is not None:
             if not isinstance(timeout_s, SupportsFloat) or isinstance(timeout_s, (str, bytes)):
                 raise TypeError(f"timeout_s must be a number of seconds or None, not {type(timeout_s).__name__}")
-            seconds = float(timeout_s)
+            try:
+                seconds = float(timeout_s)
+            except OverflowError:
+                raise BoundsError("timeout_s is too large; None stands for no deadline") from None
             if not seconds >= 0:
                 raise BoundsError(f"timeout_s must be at least 0, not {seconds}")
         self._ends = None if seconds is None else time.monotonic() + seconds
@@ -48,9 +51,9 @@ def agree(group: Exchange, step: str, work: Callable[[], dict[str, str]], countd
         failure = error
         said = {"step": step, "error": f"{type(error).__name__}: {error}"}
     gathered = group.all_gather(json.dumps(said).encode(), timeout_s=countdown.left_s())
-    answers = [json.loads(answer) for answer in gathered]
     if failure is not None:
         raise failure
+    answers = [read_answer(answer) for answer in gathered]
     for rank, answer in enumerate(answers):
         if answer["step"] != step:
             raise OnesidedError(
@@ -60,6 +63,15 @@ def agree(group: Exchange, step: str, work: Callable[[], dict[str, str]], countd
         if "error" in answer:
             raise OnesidedError(f"{step}: rank {rank} of group {group.name!r} failed: {answer['error']}")
     return answers
+
+
+def read_answer(answer: bytes) -> dict[str, str]:
+    """What a rank said in agree(); of a rank that was gathering something else, a step of that name."""
+    try:
+        said = json.loads(answer)
+    except ValueError:
+        said = None
+    return said if isinstance(said, dict) and "step" in said else {"step": "something else than a window"}
 
 
 class Fabric:
@@ -82,8 +94,8 @@ class Fabric:
             return {}
 
         try:
-            offers = agree(group, f"open a transport of kind {kind!r}", offer, countdown)
-            agree(group, f"connect over {kind!r}", connect, countdown)
+            offers = agree(group, "open a transport", offer, countdown)
+            agree(group, "connect", connect, countdown)
         except BaseException:
             self.close()
             raise
@@ -100,20 +112,26 @@ class Fabric:
 
 
 _lock = threading.Lock()
+# Held over a fork, so that no other thread leaves it locked in the child.
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 _fabrics: "weakref.WeakKeyDictionary[Exchange, dict[str, Fabric]]" = weakref.WeakKeyDictionary()
 _shared: dict[tuple[int, str], Transport] = {}
 
 
 def fabric_of(group: Exchange, kind: str, countdown: Countdown) -> Fabric:
     """The fabric of this rank of `group`; made, collectively, the first time. Closed with the group."""
+    try:
+        chosen = choose_kind(kind)
+    except (TypeError, Unsupported):
+        chosen = ""  # opening it will say why, to the other ranks too
     with _lock:
-        fabric = _fabrics.get(group, {}).get(kind)
+        fabric = _fabrics.get(group, {}).get(chosen)
     if fabric is not None and fabric.transport.closed:
         raise ConnectionLost(f"group {group.name!r} was closed")
     if fabric is None:
         fabric = Fabric(group, kind, countdown)
         with _lock:
-            _fabrics.setdefault(group, {})[kind] = fabric
+            _fabrics.setdefault(group, {})[chosen] = fabric
         group.add_close_callback(fabric.close)
     return fabric
 

@@ -55,6 +55,8 @@ class Layout(NamedTuple):
             raise Unsupported(f"torch has no type {self.dtype}: use window.array")
         if self.nbytes == 0:
             return torch.empty(self.shape, dtype=dtype)
+        if memoryview(memory).readonly:
+            raise Unsupported("torch has no read-only tensors: use window.array for a window over read-only memory")
         flat = torch.from_numpy(np.frombuffer(memory, dtype=np.uint8, count=self.nbytes))
         return flat.view(dtype).view(self.shape)
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -53,7 +54,7 @@ class Window(_core.Window):
         why: str,
         *,
         tensor: object = None,
-        on_close: Callable[[], None] | None = None,
+        on_close: Callable[[Countdown], None] | None = None,
     ) -> None:
         super().__init__(name, memory, targets, rank)
         self._layout = layout
@@ -88,16 +89,13 @@ class Window(_core.Window):
         Raises RegistrationError if the memory cannot be had, DeadlineExceeded if a rank does not come, OnesidedError if
         it failed on another rank; then no rank has a window.
         """
-        layout = layout_of(nbytes, shape, dtype)
-        check_device(device)
-        slots = group.size + 1
-        return cls._collect(
-            group,
-            layout,
-            lambda made_by: made_by.allocate(layout.nbytes, access, signals=signals, max_peers=slots),
-            transport,
-            timeout_s,
-        )
+
+        def make(made_by: Transport) -> tuple[Layout, Memory]:
+            check_device(device)
+            layout = layout_of(nbytes, shape, dtype)
+            return layout, made_by.allocate(layout.nbytes, access, signals=signals, max_peers=group.size + 1)
+
+        return cls._collect(group, make, transport, timeout_s)
 
     @classmethod
     def create(
@@ -119,15 +117,12 @@ class Window(_core.Window):
 
         Raises LayoutError for a strided or read-only one. Otherwise as allocate().
         """
-        slots = group.size + 1
-        return cls._collect(
-            group,
-            layout_like(tensor),
-            lambda made_by: made_by.register_memory(tensor, access, signals=signals, max_peers=slots),
-            transport,
-            timeout_s,
-            tensor=tensor,
-        )
+
+        def make(made_by: Transport) -> tuple[Layout, Memory]:
+            layout = layout_like(tensor)
+            return layout, made_by.register_memory(tensor, access, signals=signals, max_peers=group.size + 1)
+
+        return cls._collect(group, make, transport, timeout_s, tensor=tensor)
 
     @classmethod
     def expose(
@@ -178,13 +173,12 @@ class Window(_core.Window):
         log.info("window %r exposed: %d bytes over %s", name, layout.nbytes, made_by.kind)
         why = f"exposed over {made_by.kind}"
 
-        def withdraw() -> None:
-            try:
-                still_ours = directory.lookup(name).value == value
-            except HandleError:
-                return  # gone already
-            if still_ours:
-                directory.withdraw(name)
+        def withdraw(countdown: Countdown) -> None:
+            # On a thread of its own: a control plane that is away is not waited for longer than the caller wants, and
+            # the end of the lease takes the name away in any case.
+            work = threading.Thread(target=withdraw_if_ours, args=(directory, name, value), daemon=True)
+            work.start()
+            work.join(countdown.left_s())
 
         return cls(name, layout, memory, targets, 0, made_by, why, tensor=tensor, on_close=withdraw)
 
@@ -208,50 +202,59 @@ class Window(_core.Window):
             raise
         layout = record.layout
         why = f"its owner exposed it over {record.kind}"
-        return cls(name, layout, None, [target], None, made_by, why, on_close=connection.close)
+        return cls(
+            name,
+            layout,
+            None,
+            [target],
+            None,
+            made_by,
+            why,
+            on_close=lambda countdown: connection.close(countdown.left_s()),
+        )
 
     @classmethod
     def _collect(
         cls: type[W],
         group: Exchange,
-        layout: Layout,
-        make: Callable[[Transport], Memory],
+        make: Callable[[Transport], tuple[Layout, Memory]],
         kind: str,
         timeout_s: float | None,
         tensor: object = None,
     ) -> W:
+        """`make` checks the arguments, too: a rank whose arguments are wrong must tell the others, or its next window
+        would meet their present one.
+        """
         countdown = Countdown(timeout_s)
         fabric = fabric_of(group, kind, countdown)
         name = f"{group.name}/{fabric.next_window()}"
-        memory: Memory | None = None
+        made: list[tuple[Layout, Memory]] = []
         targets: list[Target] = []
 
         def register() -> dict[str, str]:
-            nonlocal memory
-            memory = make(fabric.transport)
-            return {"handle": memory.handle().hex()}
+            made.append(make(fabric.transport))
+            return {"handle": made[0][1].handle().hex()}
+
+        def attach_all() -> dict[str, str]:
+            for rank in range(group.size):
+                remote = RemoteMemory.from_bytes(bytes.fromhex(handles[rank]["handle"]))
+                connection = fabric.connections.get(rank)
+                targets.append(
+                    fabric.transport.loop_back(made[0][1])
+                    if connection is None
+                    else connection.attach(remote, countdown.left_s())
+                )
+            return {}
 
         try:
             handles = agree(group, f"create window {name!r}", register, countdown)
-            assert memory is not None
-
-            def attach_all() -> dict[str, str]:
-                for rank in range(group.size):
-                    remote = RemoteMemory.from_bytes(bytes.fromhex(handles[rank]["handle"]))
-                    connection = fabric.connections.get(rank)
-                    targets.append(
-                        fabric.transport.loop_back(memory)
-                        if connection is None
-                        else connection.attach(remote, countdown.left_s())
-                    )
-                return {}
-
             agree(group, f"open window {name!r}", attach_all, countdown)
         except BaseException:
             targets.clear()
-            if memory is not None:
+            for _, memory in made:
                 memory.close()
             raise
+        layout, memory = made[0]
         why = f"asked for {kind!r}: all {group.size} ranks are on one host" if kind == "auto" else f"asked for {kind!r}"
         log.info("window %r: %d bytes here, %d ranks, over %s", name, layout.nbytes, group.size, fabric.transport.kind)
         return cls(name, layout, memory, targets, group.rank, fabric.transport, why, tensor=tensor)
@@ -300,17 +303,12 @@ class Window(_core.Window):
         """
         if self._targets is None:
             return
-        if self._on_close is not None and self._memory is not None:
-            withdraw, self._on_close = self._on_close, None
-            try:
-                withdraw()  # takes the name away before the memory
-            except OnesidedError as error:
-                log.warning("closing window %r: its name could not be withdrawn: %s", self.name, error)
+        countdown = Countdown(timeout_s)
         super().close(timeout_s)
         self._targets = self._memory = self._tensor = None
         on_close, self._on_close = self._on_close, None
         if on_close is not None:
-            on_close()
+            on_close(countdown)
 
     def __enter__(self: W) -> W:
         return self
@@ -342,6 +340,17 @@ class Window(_core.Window):
             return f"<Window {self.name!r}, closed>"
         where = f"rank {self.rank} of {self.size}, over {self._transport.kind}"
         return f"<Window {self.name!r}: {self.nbytes} bytes, {where}>"
+
+
+def withdraw_if_ours(directory: Catalog, name: str, value: bytes) -> None:
+    """Takes the name back, unless a newer window has it."""
+    try:
+        if directory.lookup(name).value == value:
+            directory.withdraw(name)
+    except HandleError:
+        log.debug("the name %r was gone already", name)
+    except OnesidedError as error:
+        log.warning("the name of window %r could not be withdrawn: %s", name, error)
 
 
 def check_device(device: object) -> None:

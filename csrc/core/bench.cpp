@@ -42,6 +42,7 @@ double bench_fetch_add(Window& window, unsigned peer, unsigned iterations) {
 double bench_put_latency(Window& window, unsigned peer, const void* source, std::uint64_t nbytes, unsigned iterations,
                          bool first) {
   Target& target = window.target("put", peer);
+  if (window.memory() == nullptr) fail(ErrorKind::Unsupported, "a latency needs a window with memory of its own");
   const Memory& memory = *window.memory();
   if (nbytes < 8 || nbytes > memory.nbytes()) fail(ErrorKind::Bounds, "a latency needs 8 bytes or more of the window");
   auto& mine = *reinterpret_cast<std::uint64_t*>(static_cast<char*>(memory.data()) + (nbytes - 8) / 8 * 8);

@@ -2,9 +2,9 @@
 //
 // They lie in shared memory of their own, never in the user's:
 //
-//   page 0            ControlHeader        written by the owner only; peers map it read-only
-//   page 1            Event                where the owner sleeps until a signal or a loss
-//   from page 1 + 64  Slot[slots]          one a peer, on a cache line of its own
+//   first 64 KiB      ControlHeader        written by the owner only; peers map it read-only
+//   then              Event                where the owner sleeps until a signal or a loss
+//   64 bytes further  Slot[slots]          one a peer, on a cache line of its own
 //   then              uint64[signals]      the counters
 #pragma once
 
@@ -46,12 +46,13 @@ struct alignas(64) Slot {
 // Where each part lies, and the memory itself once it is mapped. Does not own the mapping.
 class Control {
  public:
-  static constexpr std::size_t kPageBytes = 4096;
+  // What peers cannot write to: whole pages on every system, since the largest page is 64 KiB (aarch64).
+  static constexpr std::size_t kOwnersBytes = 65536;
   static constexpr std::uint32_t kMostSignals = 1u << 20;
   static constexpr std::uint32_t kMostSlots = 1u << 16;
 
   static std::size_t size_for(std::uint32_t slots, std::uint32_t signals) {
-    return kPageBytes + sizeof(Slot) + slots * sizeof(Slot) + std::size_t{signals} * sizeof(std::uint64_t);
+    return kOwnersBytes + sizeof(Slot) + slots * sizeof(Slot) + std::size_t{signals} * sizeof(std::uint64_t);
   }
 
   Control() = default;
@@ -60,12 +61,12 @@ class Control {
 
   explicit operator bool() const { return base_ != nullptr; }
   ControlHeader& header() const { return *reinterpret_cast<ControlHeader*>(base_); }
-  Event& event() const { return *reinterpret_cast<Event*>(base_ + kPageBytes); }
+  Event& event() const { return *reinterpret_cast<Event*>(base_ + kOwnersBytes); }
   Slot& slot(std::uint32_t index) const {
-    return *reinterpret_cast<Slot*>(base_ + kPageBytes + sizeof(Slot) + index * sizeof(Slot));
+    return *reinterpret_cast<Slot*>(base_ + kOwnersBytes + sizeof(Slot) + index * sizeof(Slot));
   }
   std::atomic<std::uint64_t>& signal(std::uint32_t index) const {
-    return *reinterpret_cast<std::atomic<std::uint64_t>*>(base_ + kPageBytes + sizeof(Slot) + slots_ * sizeof(Slot) +
+    return *reinterpret_cast<std::atomic<std::uint64_t>*>(base_ + kOwnersBytes + sizeof(Slot) + slots_ * sizeof(Slot) +
                                                           std::size_t{index} * sizeof(std::uint64_t));
   }
   std::uint32_t slots() const { return slots_; }

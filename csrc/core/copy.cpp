@@ -8,8 +8,8 @@
 #include <cstring>
 #include <mutex>
 #include <numeric>
-#include <thread>
 
+#include "core/background.h"
 #include "core/error.h"
 #include "core/event.h"
 #include "core/process.h"
@@ -86,20 +86,7 @@ CopyFunction streaming() {
 // caller never waits for a helper that has not begun, and a helper that comes late finds nothing left.
 class Helper {
  public:
-  // Never destroyed, and made anew in a forked child, where the parent's thread does not exist.
-  static Helper& instance() {
-    static std::atomic<Helper*> helper{nullptr};
-    Helper* present = helper.load();
-    if (present == nullptr || present->made_in_ != fork_generation()) {
-      auto* made = new Helper;
-      if (helper.compare_exchange_strong(present, made)) {
-        std::thread([made] { made->run(); }).detach();
-        return *made;
-      }
-      delete made;
-    }
-    return *present;
-  }
+  static constexpr unsigned kThreads = 1;
 
   // False if another thread is using the helper: the caller then copies alone.
   bool copy(CopyFunction function, char* target, const char* source, std::size_t nbytes) {
@@ -117,9 +104,6 @@ class Helper {
     return true;
   }
 
- private:
-  enum State : std::uint32_t { Idle, Offered, Accepted };
-
   void run() {
     for (;;) {
       offer_.await([this] { return state_.load() == Offered; }, Deadline::never());
@@ -131,6 +115,9 @@ class Helper {
     }
   }
 
+ private:
+  enum State : std::uint32_t { Idle, Offered, Accepted };
+
   void take_slices() {
     for (;;) {
       const std::size_t begin = next_.fetch_add(kSlice, std::memory_order_relaxed);
@@ -141,7 +128,6 @@ class Helper {
 
   static constexpr std::size_t kSlice = std::size_t{256} << 10;
 
-  const std::uint32_t made_in_ = fork_generation();
   std::mutex in_use_;
   std::atomic<std::uint32_t> state_{Idle};
   std::atomic<bool> finished_{false};
@@ -166,10 +152,19 @@ unsigned usable(unsigned method) {
   return two ? method : method % kTwoThreads;
 }
 
+// False as Helper::copy, and if there can be no helper.
+bool copy_with_helper(CopyFunction function, char* target, const char* source, std::size_t nbytes) {
+  try {
+    return background<Helper>().copy(function, target, source, nbytes);
+  } catch (const Error&) {
+    return false;  // no thread can be started
+  }
+}
+
 // False if it was meant for two threads but the helper was in use: that says nothing about the method's speed.
 bool copy_by(unsigned method, char* target, const char* source, std::size_t nbytes) {
   const CopyFunction function = method % 2 == 1 ? streaming() : copy_plain;
-  if (method >= kTwoThreads && Helper::instance().copy(function, target, source, nbytes)) return true;
+  if (method >= kTwoThreads && copy_with_helper(function, target, source, nbytes)) return true;
   function(target, source, nbytes);
   return method < kTwoThreads;
 }
@@ -262,6 +257,19 @@ bool overlap(const char* a, const char* b, std::size_t nbytes) {
   return a < b + nbytes && b < a + nbytes;
 }
 
+// For ranges that overlap: piece by piece from that end at which nothing is overwritten before it is read.
+void move_memory(char* target, const char* source, std::size_t nbytes, Checkpoint* between_pieces) {
+  const bool forwards = target < source;
+  while (nbytes > 0) {
+    const std::size_t piece = std::min(nbytes, kPiece);
+    if (between_pieces != nullptr && nbytes >= kLargeCopy) between_pieces->pass();
+    const std::size_t at = forwards ? 0 : nbytes - piece;
+    std::memmove(target + at, source + at, piece);
+    nbytes -= piece;
+    if (forwards) target += piece, source += piece;
+  }
+}
+
 }  // namespace
 
 void copy_memory(void* target_bytes, const void* source_bytes, std::size_t nbytes, Checkpoint* between_pieces) {
@@ -269,7 +277,7 @@ void copy_memory(void* target_bytes, const void* source_bytes, std::size_t nbyte
   const auto* source = static_cast<const char*>(source_bytes);
   if (nbytes == 0) return;
   if (overlap(target, source, nbytes)) {
-    std::memmove(target, source, nbytes);
+    move_memory(target, source, nbytes, between_pieces);
     return;
   }
   while (nbytes >= kLargeCopy) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstring>
+#include <exception>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -54,5 +55,26 @@ template <class... Parts>
 [[noreturn]] void fail_errno(ErrorKind kind, int error_number, const Parts&... parts) {
   throw Error(kind, text(parts..., ": ", std::strerror(error_number), " (errno ", error_number, ")"), error_number);
 }
+
+// For several steps that are all to be taken even if one fails; the first failure is thrown at the end.
+class FirstFailure {
+ public:
+  template <class Step>
+  bool attempt(Step&& step) {
+    try {
+      step();
+      return true;
+    } catch (...) {
+      if (first_ == nullptr) first_ = std::current_exception();
+      return false;
+    }
+  }
+  void rethrow() const {
+    if (first_ != nullptr) std::rethrow_exception(first_);
+  }
+
+ private:
+  std::exception_ptr first_;
+};
 
 }  // namespace onesided

@@ -37,19 +37,28 @@ void check_signal(const char* operation, const std::string& owner, std::uint32_t
 std::uint64_t wait_signal(const Memory& memory, Counters& counters, std::uint32_t index, std::uint64_t at_least,
                           const Deadline& deadline, std::chrono::nanoseconds spin, const std::string& from,
                           const std::function<void()>& watch) {
+  memory.check_usable("this memory");
   const Control& control = memory.control();
   static const std::string owner = "this memory";
   check_signal("wait_signal", owner, index, control.signals());
   counters.add(Count::Waits);
   std::uint64_t value = 0;
   std::uint64_t watched = losses() - 1;
-  const auto ready = [&] {
+  const auto come = [&] {
     value = control.signal(index).load(std::memory_order_seq_cst);
-    if (reached(value, at_least)) return true;
+    return reached(value, at_least);
+  };
+  const auto ready = [&] {
+    if (come()) return true;
     if (memory.closed()) fail(ErrorKind::StaleHandle, "wait_signal: the memory was closed during the wait");
     if (const std::uint64_t now = losses(); now != watched) {
       watched = now;
-      watch();
+      try {
+        watch();
+      } catch (const Error&) {
+        if (!come()) throw;  // it may have signalled before it was lost
+        return true;
+      }
     }
     return false;
   };

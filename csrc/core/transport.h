@@ -71,6 +71,8 @@ class Memory {
   virtual RemoteMemory remote() const = 0;  // what its handle says
   virtual const Control& control() const = 0;
   virtual bool closed() const = 0;
+  // Throws if this process may not use it (it was made before a fork). `what` names it.
+  virtual void check_usable(const char* what) const = 0;
   // Ends all access: later operations of peers fail with StaleHandle, and when this returns none is under way. Throws
   // DeadlineExceeded, and stays open for another try, if a peer is stuck in the middle of an operation (it was stopped).
   virtual void close(const Deadline& deadline) = 0;
@@ -92,7 +94,9 @@ class Target : public std::enable_shared_from_this<Target> {
   virtual std::uint64_t fetch_add(std::uint64_t offset, std::uint64_t add) = 0;
   virtual std::uint64_t compare_swap(std::uint64_t offset, std::uint64_t expected, std::uint64_t desired) = 0;
   virtual void flush(const Deadline& deadline) = 0;
-  virtual void close() = 0;
+  // Waits for asynchronous operations until the deadline, then cancels the rest. It is closed in every case;
+  // DeadlineExceeded if something had to be cancelled.
+  virtual void close(const Deadline& deadline) = 0;
 
   // True while asynchronous operations are not over: a signal, a flush or a close would wait for them.
   virtual bool busy() const = 0;
@@ -115,7 +119,8 @@ class Connection {
   // A target of its own, that can be closed without ending any other.
   virtual std::shared_ptr<Target> attach(const RemoteMemory& remote, const Deadline& deadline) = 0;
   virtual const PeerState& peer() const = 0;
-  virtual void close() = 0;
+  // Closes its targets, as they do; it is closed in every case.
+  virtual void close(const Deadline& deadline) = 0;
   virtual Description describe() const = 0;
 };
 
@@ -135,7 +140,8 @@ class Transport {
   virtual Endpoint bind(bool shared) = 0;
   virtual std::shared_ptr<Connection> connect(const Endpoint& peer, const std::string& name,
                                               const Deadline& deadline) = 0;
-  virtual void close() = 0;
+  // Closes connections, then memories, then itself. It stays open for another try if a memory does (see Memory::close).
+  virtual void close(const Deadline& deadline) = 0;
   virtual bool closed() const = 0;
   virtual Description describe() const = 0;
 };

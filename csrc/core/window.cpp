@@ -14,7 +14,11 @@ Window::Window(std::string name, std::shared_ptr<Memory> memory, std::vector<std
       rank_(rank),
       waits_(counters_for("window", name_)),
       made_in_(fork_generation()),
-      acknowledged_(targets_.size()) {}
+      acknowledged_(targets_.size()) {
+  for (std::size_t rank = 0; rank < targets_.size(); ++rank) {
+    if (targets_[rank] == nullptr) fail(ErrorKind::Onesided, "window '", name_, "' has no target for rank ", rank);
+  }
+}
 
 void Window::refuse_rank(const char* operation, std::int64_t peer) const {
   fail(ErrorKind::Bounds, operation, ": rank ", peer, " does not exist: window '", name_, "' has ", targets_.size(),
@@ -71,12 +75,13 @@ void Window::flush_all(const Deadline& deadline) {
   std::exception_ptr first;
   check_not_forked(made_in_, "this window");
   if (closed()) fail(ErrorKind::StaleHandle, "flush: this window is closed");
-  for (const auto& target : targets_) {
-    if (!target->unflushed()) continue;
+  for (std::size_t rank = 0; rank < targets_.size(); ++rank) {
+    Target& target = *targets_[rank];
+    if (!target.unflushed() && !target.busy()) continue;
     try {
-      target->flush(deadline);
+      target.flush(deadline);
     } catch (const Error&) {
-      if (first == nullptr) first = std::current_exception();
+      if (first == nullptr && !acknowledged_[rank].load()) first = std::current_exception();
     }
   }
   if (first != nullptr) std::rethrow_exception(first);
@@ -97,9 +102,13 @@ std::vector<unsigned> Window::acknowledge_lost() {
 }
 
 void Window::close(const Deadline& deadline) {
-  for (const auto& target : targets_) target->close();
-  if (memory_ != nullptr) memory_->close(deadline);
-  closed_.store(true, std::memory_order_release);
+  FirstFailure failure;
+  for (const auto& target : targets_) failure.attempt([&] { target->close(deadline); });  // closed, even if that throws
+  failure.attempt([&] {
+    if (memory_ != nullptr) memory_->close(deadline);
+    closed_.store(true, std::memory_order_release);
+  });
+  failure.rethrow();
 }
 
 }  // namespace onesided

@@ -43,14 +43,17 @@ class Window {
                             std::chrono::nanoseconds spin);
   std::uint64_t signal_value(std::uint32_t index) const;
 
-  // All peers that operations were issued to; if some fail, the others are still flushed and the first failure is thrown.
+  // All peers that operations were issued to since the last flush; if some fail, the others are still flushed and the first
+  // failure is thrown. Ranks that were acknowledged as lost do not count.
   void flush_all(const Deadline& deadline);
 
   // The ranks that are lost now. From here on, waits without `source` do not fail because of them.
   std::vector<unsigned> acknowledge_lost();
   std::vector<unsigned> lost() const;
 
-  // Ends access to this rank's memory and lets go of the others'. Operations under way end first.
+  // Ends access to this rank's memory and lets go of the others', after what is under way: asynchronous operations that are
+  // not over at the deadline are cancelled, and DeadlineExceeded is thrown when the rest is closed. A window whose memory
+  // does not close (see Memory::close) stays open for another try.
   void close(const Deadline& deadline);
   bool closed() const { return closed_.load(std::memory_order_acquire); }
 

@@ -3,8 +3,9 @@
 #include <algorithm>
 #include <condition_variable>
 #include <exception>
-#include <thread>
+#include <iterator>
 
+#include "core/background.h"
 #include "core/process.h"
 
 namespace onesided {
@@ -14,19 +15,7 @@ namespace {
 // than two. Idle they sleep.
 class Pool {
  public:
-  static Pool& instance() {
-    static std::atomic<Pool*> pool{nullptr};
-    Pool* present = pool.load();
-    if (present == nullptr || present->made_in_ != fork_generation()) {
-      auto* made = new Pool;  // never destroyed: its threads may outlive static destructors
-      if (pool.compare_exchange_strong(present, made)) {
-        for (unsigned i = 0; i < kThreads; ++i) std::thread([made] { made->run(); }).detach();
-        return *made;
-      }
-      delete made;
-    }
-    return *present;
-  }
+  static constexpr unsigned kThreads = 2;
 
   void post(std::shared_ptr<Strand> strand) {
     {
@@ -35,9 +24,6 @@ class Pool {
     }
     posted_.notify_one();
   }
-
- private:
-  static constexpr unsigned kThreads = 2;
 
   void run() {
     for (;;) {
@@ -51,7 +37,7 @@ class Pool {
     }
   }
 
-  const std::uint32_t made_in_ = fork_generation();
+ private:
   std::mutex mutex_;
   std::condition_variable posted_;
   std::deque<std::shared_ptr<Strand>> ready_;
@@ -100,6 +86,7 @@ std::optional<Error> Work::error() {
 
 std::shared_ptr<Work> Strand::submit(Work::Body body, const Deadline& deadline) {
   check_not_forked(made_in_, "this window");
+  Pool& pool = background<Pool>();  // first, as it may fail
   auto work = std::make_shared<Work>(shared_from_this());
   work->body_ = std::move(body);
   std::unique_lock lock(mutex_);
@@ -116,12 +103,14 @@ std::shared_ptr<Work> Strand::submit(Work::Body body, const Deadline& deadline) 
     }
     lock.lock();
   }
+  if (closing_) fail(ErrorKind::StaleHandle, "this window is closed");
+  work->number_ = issued_.fetch_add(1) + 1;
   queue_.push_back(work);
   unsettled_.fetch_add(1);
   if (!scheduled_) {
     scheduled_ = true;
     lock.unlock();
-    Pool::instance().post(shared_from_this());
+    pool.post(shared_from_this());
   }
   return work;
 }
@@ -156,34 +145,33 @@ bool Strand::run_one() {
     error = Error(ErrorKind::Onesided, raised.what());
   }
   const Work::Body body = std::move(work->body_);  // destroyed last: it may own the object that owns this strand
-  work->finish(std::move(error));
   bool more;
   {
     std::lock_guard lock(mutex_);
     running_ = nullptr;
-    settle(work);
+    settle(work, std::move(error));
     more = scheduled_ = !queue_.empty();
   }
   changed_.notify();
   return more;
 }
 
-// With mutex_ held: `work` has finished.
-void Strand::settle(const std::shared_ptr<Work>& work) {
-  failures_ += work->error_.has_value();
-  if (work->error_ && failed_.size() < kMostQueued) {
+// With mutex_ held, so that who is told the outcome and then asks this strand finds it counted.
+void Strand::settle(const std::shared_ptr<Work>& work, std::optional<Error> error) {
+  failures_ += error.has_value();
+  const bool remember = error && failed_.size() < kMostQueued;
+  work->finish(std::move(error));
+  if (remember) {
     failed_.push_back(work);
   } else {
     unsettled_.fetch_sub(1);
   }
 }
 
-// With mutex_ held: all but the oldest `but`.
-void Strand::forget_failures(std::size_t but) {
-  while (failed_.size() > but) {
-    failed_.pop_back();
-    unsettled_.fetch_sub(1);
-  }
+// With mutex_ held.
+template <class Which>
+void Strand::forget_failures(Which&& which) {
+  unsettled_.fetch_sub(std::erase_if(failed_, which));
 }
 
 std::uint64_t Strand::failures_told() {
@@ -202,79 +190,89 @@ void Strand::cancel(const std::shared_ptr<Work>& work) {
   if (work->done()) return;
   if (running_ == work) {
     work->cancelled_.store(true);
-    end_queued(lock, queue_.begin());
+    end_queued(lock, queue_.begin(), queue_.end());
   } else {
-    end_queued(lock, std::find(queue_.begin(), queue_.end(), work));
+    end_queued(lock, std::find(queue_.begin(), queue_.end(), work), queue_.end());
   }
   // Not to be interrupted: until it has ended, the source may still be read. It ends within one piece.
   InterruptScope undisturbed(nullptr);
   work->finished_.await([&] { return work->done(); }, Deadline::never());
 }
 
-// Fails the queued operations from `first` on and lets go of the lock.
-void Strand::end_queued(std::unique_lock<std::mutex>& lock, Queue::iterator first) {
-  const Queue ended(first, queue_.end());
-  queue_.erase(first, queue_.end());
-  for (const auto& work : ended) {
-    work->finish(cancelled_error());
-    settle(work);
-  }
+// Fails the queued operations from `first` to before `last` and lets go of the lock.
+void Strand::end_queued(std::unique_lock<std::mutex>& lock, Queue::iterator first, Queue::iterator last) {
+  const Queue ended(first, last);
+  queue_.erase(first, last);
+  for (const auto& work : ended) settle(work, cancelled_error());
   lock.unlock();
   changed_.notify();
   for (const auto& work : ended) work->body_ = nullptr;
 }
 
-bool Strand::empty() {
+// Whether all operations up to number `last` are over: they begin and end in the order of their numbers.
+bool Strand::over(std::uint64_t last) {
   std::lock_guard lock(mutex_);
-  return queue_.empty() && running_ == nullptr;
+  return (running_ == nullptr || running_->number_ > last) && (queue_.empty() || queue_.front()->number_ > last);
 }
 
-// Ends everything that is queued or running, and returns when it has ended.
-void Strand::cancel_all() {
+// Ends what is queued or running up to number `last`, and returns when it has ended. The caller tells of it.
+void Strand::cancel_up_to(std::uint64_t last) {
   std::unique_lock lock(mutex_);
-  if (running_ != nullptr) running_->cancelled_.store(true);
-  end_queued(lock, queue_.begin());
+  if (running_ != nullptr && running_->number_ <= last) {
+    running_->cancelled_.store(true);
+    running_->observed_.store(true);
+  }
+  auto end = queue_.begin();
+  for (; end != queue_.end() && (*end)->number_ <= last; ++end) (*end)->observed_.store(true);
+  end_queued(lock, queue_.begin(), end);
   InterruptScope undisturbed(nullptr);
-  changed_.await([this] { return empty(); }, Deadline::never());
+  changed_.await([&] { return over(last); }, Deadline::never());
 }
 
 void Strand::drain(const Deadline& deadline) {
   check_not_forked(made_in_, "this window");
   if (idle()) return;
-  if (!changed_.await([this] { return empty(); }, deadline)) {
-    std::unique_lock lock(mutex_);
-    const std::size_t before = failed_.size();  // what fails from here on is told by the error below
-    lock.unlock();
-    cancel_all();
-    lock.lock();
-    forget_failures(before);
+  const std::uint64_t last = issued_.load();
+  if (!changed_.await([&] { return over(last); }, deadline)) {
+    cancel_up_to(last);
+    std::lock_guard lock(mutex_);
+    forget_failures([](const auto& work) { return work->observed_.load(); });
     fail(ErrorKind::DeadlineExceeded,
          "the deadline passed before all earlier operations were complete; the rest are cancelled");
   }
-  std::unique_lock lock(mutex_);
-  const Queue failed = failed_;
-  forget_failures(0);
-  lock.unlock();
+  Queue failed;
+  {
+    const auto earlier = [&](const auto& work) { return work->number_ <= last; };
+    std::lock_guard lock(mutex_);
+    std::copy_if(failed_.begin(), failed_.end(), std::back_inserter(failed), earlier);
+    forget_failures(earlier);
+  }
   for (const auto& work : failed) {
     if (!work->observed_.exchange(true)) throw *work->error_;
   }
 }
 
-void Strand::close(const Deadline& deadline) {
+bool Strand::close(const Deadline& deadline) {
+  if (made_in_ != fork_generation()) return true;
+  constexpr std::uint64_t everything = UINT64_MAX;
+  {
+    std::lock_guard lock(mutex_);
+    closing_ = true;
+  }
+  bool in_time = false;
   std::exception_ptr interrupted;
   try {
-    drain(deadline);
-  } catch (const Error&) {
-    // Each Work carries its own error.
+    in_time = changed_.await([&] { return over(everything); }, deadline);
   } catch (...) {
     interrupted = std::current_exception();
-    cancel_all();
   }
-  if (made_in_ == fork_generation()) {
+  if (!in_time) cancel_up_to(everything);
+  {
     std::lock_guard lock(mutex_);
-    forget_failures(0);
+    forget_failures([](const auto&) { return true; });
   }
   if (interrupted != nullptr) std::rethrow_exception(interrupted);
+  return in_time;
 }
 
 }  // namespace onesided

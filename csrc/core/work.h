@@ -47,6 +47,7 @@ class Work : public std::enable_shared_from_this<Work> {
 
   void finish(std::optional<Error> error);
 
+  std::uint64_t number_ = 0;  // its place in the order of its strand, from 1
   std::atomic<unsigned> state_{Queued};
   std::atomic<bool> cancelled_{false};
   std::atomic<bool> observed_{false};  // somebody has been told the outcome
@@ -63,11 +64,11 @@ class Strand : public std::enable_shared_from_this<Strand> {
   // So many operations wait in one strand; who issues more is held back until some are done.
   static constexpr std::size_t kMostQueued = 4096;
 
-  // Queues `body`. Waits for room until the deadline.
+  // Queues `body`. Waits for room until the deadline. StaleHandle once close() has begun.
   std::shared_ptr<Work> submit(Work::Body body, const Deadline& deadline);
 
-  // Waits until everything issued before is over. Throws the first failure that nobody has been told of. When the
-  // deadline passes, cancels what is left and throws DeadlineExceeded.
+  // Waits until everything issued before is over; what is issued meanwhile is left alone. Throws the first failure that
+  // nobody has been told of. When the deadline passes, cancels what is left and throws DeadlineExceeded.
   void drain(const Deadline& deadline);
 
   // For an operation that must not run if one before it failed. Asked when it is issued: how many failures somebody has
@@ -75,9 +76,9 @@ class Strand : public std::enable_shared_from_this<Strand> {
   std::uint64_t failures_told();
   bool failed_beyond(std::uint64_t told);
 
-  // Drains until the deadline, then cancels; leaves no operation behind. Throws only what an interrupt throws, and then
-  // has cancelled too. Failures are not told: each Work carries its own.
-  void close(const Deadline& deadline);
+  // Waits for all operations until the deadline, then cancels; leaves none behind. False if it had to cancel. Throws only
+  // what an interrupt throws, and then has cancelled too. Failures are not told: each Work carries its own.
+  bool close(const Deadline& deadline);
 
   // Cheap: true if drain() has nothing to do.
   bool idle() const { return unsettled_.load(std::memory_order_acquire) == 0; }
@@ -91,16 +92,19 @@ class Strand : public std::enable_shared_from_this<Strand> {
  private:
   friend class Work;
   using Queue = std::deque<std::shared_ptr<Work>>;
-  void settle(const std::shared_ptr<Work>& work);
-  void end_queued(std::unique_lock<std::mutex>& lock, Queue::iterator first);
-  void forget_failures(std::size_t but);
-  bool empty();
-  void cancel_all();
+  void settle(const std::shared_ptr<Work>& work, std::optional<Error> error);
+  void end_queued(std::unique_lock<std::mutex>& lock, Queue::iterator first, Queue::iterator last);
+  template <class Which>
+  void forget_failures(Which&& which);
+  bool over(std::uint64_t last);
+  void cancel_up_to(std::uint64_t last);
 
   const std::uint32_t made_in_ = fork_generation();
   std::mutex mutex_;
   Queue queue_;
   std::shared_ptr<Work> running_;
+  std::atomic<std::uint64_t> issued_{0};  // the number of the newest operation
+  bool closing_ = false;
   bool scheduled_ = false;                 // a pool thread has this strand, or will
   Queue failed_;                           // since the last drain, oldest first, kMostQueued at most
   std::uint64_t failures_ = 0;             // ever

@@ -21,7 +21,11 @@ struct Released {
   std::atomic<bool> any{false};
 };
 Released& released() {
-  static auto* const instance = new Released;  // never destroyed: threads may outlive static destructors
+  static auto* const instance = [] {
+    auto* made = new Released;  // never destroyed: threads may outlive static destructors
+    hold_over_fork(made->mutex);
+    return made;
+  }();
   return *instance;
 }
 
@@ -125,6 +129,10 @@ bool is_torch_tensor(nb::handle object) {
        " is not contiguous: no hidden copy is made; pass x.contiguous(), or put it row by row");
 }
 
+[[noreturn]] void refuse_read_only(const char* what) {
+  fail(ErrorKind::Layout, what, " is read-only and would be written");
+}
+
 [[noreturn]] void refuse_device(const char* what, const std::string& device) {
   fail(ErrorKind::Unsupported, what, " lies in memory of device '", device,
        "', which this transport cannot reach yet; copy it to the CPU first");
@@ -159,8 +167,40 @@ std::string type_of(nb::handle object) {
 }  // namespace
 
 void Blocking::check_signals() {
-  nb::gil_scoped_acquire held;
+  struct Held {
+    PyGILState_STATE state;
+    Held() {
+      take_gil([this] { state = PyGILState_Ensure(); });
+    }
+    ~Held() { PyGILState_Release(state); }
+  } held;
   if (PyErr_CheckSignals() != 0) nb::raise_python_error();
+}
+
+PyMemory::~PyMemory() {
+  if (keep == nullptr) return;
+  core = nullptr;
+  keep = nullptr;
+  release_kept_objects();
+}
+
+char* PyMemory::lend() {
+  if (let_go) fail(ErrorKind::StaleHandle, "this memory is closed");
+  lent = true;
+  return static_cast<char*>(core->data());
+}
+
+void PyMemory::close(const Deadline& deadline) {
+  const auto memory = core;
+  {
+    Blocking blocking;
+    memory->close(deadline);
+  }
+  if (!lent && keep != nullptr) {
+    let_go = true;
+    keep = nullptr;
+  }
+  release_kept_objects();
 }
 
 void release_kept_objects() {
@@ -240,7 +280,11 @@ nb::dict to_dict(const Description& description) {
 // ---- Buffer -----------------------------------------------------------------------------------------------------------
 
 Buffer::Buffer(nb::handle object, const char* what, bool writable) : object_(object.ptr()) {
-  if (from_own(object) || from_exchange(object, what)) return;
+  if (from_own(object)) {
+    if (writable && read_only_) refuse_read_only(what);
+    return;
+  }
+  if (from_exchange(object, what)) return;
   if (PyObject_CheckBuffer(object.ptr())) {
     from_protocol(object, what, writable);
   } else if (is_torch_tensor(object)) {
@@ -266,12 +310,14 @@ Keepalive Buffer::keep() {
 bool Buffer::from_own(nb::handle object) {
   if (nb::isinstance<PyView>(object) && nb::inst_ready(object)) {
     const PyView& view = *nb::inst_ptr<PyView>(object);
-    data_ = static_cast<char*>(view.owner().core->data()) + view.offset;
+    data_ = view.owner().lend() + view.offset;
     nbytes_ = view.nbytes;
+    read_only_ = view.owner().read_only;
   } else if (nb::isinstance<PyMemory>(object) && nb::inst_ready(object)) {
-    const PyMemory& memory = *nb::inst_ptr<PyMemory>(object);
-    data_ = memory.core->data();
+    PyMemory& memory = *nb::inst_ptr<PyMemory>(object);
+    data_ = memory.lend();
     nbytes_ = memory.core->nbytes();
+    read_only_ = memory.read_only;
   } else {
     return false;
   }
@@ -337,7 +383,7 @@ void Buffer::from_protocol(nb::handle object, const char* what, bool writable) {
     fail(ErrorKind::Layout, what, " holds Python objects; their addresses mean nothing elsewhere");
   }
   read_only_ = view_.readonly != 0;
-  if (writable && read_only_) fail(ErrorKind::Layout, what, " is read-only and would be written");
+  if (writable && read_only_) refuse_read_only(what);
   data_ = view_.buf;
   nbytes_ = static_cast<std::uint64_t>(view_.len);
   release.view = nullptr;

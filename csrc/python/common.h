@@ -7,11 +7,14 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
+#include <unistd.h>
+
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
 
+#include "core/process.h"
 #include "core/transport.h"
 
 namespace nb = nanobind;
@@ -27,6 +30,31 @@ void register_tools(nb::module_& m);
 
 // ---- Waiting --------------------------------------------------------------------------------------------------------
 
+// Takes the GIL. While the interpreter ends, CPython ends other threads that ask for it by pthread_exit, whose forced
+// unwinding no destructor and no `catch (...)` of C++ survives: such a thread rests until the process is gone.
+template <class Take>
+void take_gil(Take&& take) noexcept {
+  try {
+    take();
+  } catch (...) {
+    for (;;) ::pause();
+  }
+}
+
+// Lets go of the GIL while it lives.
+class ReleasedGil {
+ public:
+  ReleasedGil() : state_(PyEval_SaveThread()) {}
+  ~ReleasedGil() {
+    take_gil([this] { PyEval_RestoreThread(state_); });
+  }
+  ReleasedGil(const ReleasedGil&) = delete;
+  ReleasedGil& operator=(const ReleasedGil&) = delete;
+
+ private:
+  PyThreadState* const state_;
+};
+
 // Lets go of the GIL, and lets Ctrl-C through, while it lives. Nothing of Python may be touched meanwhile.
 class Blocking {
  public:
@@ -35,7 +63,7 @@ class Blocking {
  private:
   static void check_signals();
 
-  nb::gil_scoped_release released_;
+  ReleasedGil released_;
   InterruptScope interruptible_;
 };
 
@@ -97,10 +125,23 @@ class Buffer {
 
 // ---- Objects --------------------------------------------------------------------------------------------------------
 
-// The Python objects `Memory` and `View`. Memory holds on to the mapping for as long as the object lives, also after
-// close(): arrays and tensors over it may still be in use.
+// The Python objects `Memory` and `View`. Memory holds on to its bytes for as long as the object lives, also after
+// close(): arrays and tensors over it may still be in use. Only if nobody ever asked for them does close() let go.
 struct PyMemory {
   std::shared_ptr<Memory> core;
+  Keepalive keep = nullptr;  // of memory that was registered
+  bool read_only = false;
+  bool lent = false;  // somebody has the address
+  bool let_go = false;
+
+  PyMemory(std::shared_ptr<Memory> memory, Keepalive kept = nullptr, bool only_read = false)
+      : core(std::move(memory)), keep(std::move(kept)), read_only(only_read) {}
+  PyMemory(PyMemory&&) = default;
+  ~PyMemory();
+
+  // The bytes, for use by others. StaleHandle after a close() that has let go of them.
+  char* lend();
+  void close(const Deadline& deadline);
 };
 
 struct PyView {

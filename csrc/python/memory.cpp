@@ -3,7 +3,18 @@
 namespace onesided::python {
 namespace {
 
-// Buffer protocol of Memory and View: one dimension of bytes, writable, valid for as long as the object lives.
+// Buffer protocol of Memory and View: one dimension of bytes, valid for as long as the object lives.
+int fill(PyObject* self, Py_buffer* view, int flags, PyMemory& memory, std::uint64_t offset, std::uint64_t nbytes) {
+  try {
+    return PyBuffer_FillInfo(view, self, memory.lend() + offset, static_cast<Py_ssize_t>(nbytes), memory.read_only,
+                             flags);
+  } catch (const Error& error) {
+    view->obj = nullptr;
+    PyErr_SetString(PyExc_BufferError, error.what());
+    return -1;
+  }
+}
+
 // One that came from __new__ alone has no memory.
 bool is_made(PyObject* self, Py_buffer* view) {
   if (nb::inst_ready(self)) return true;
@@ -15,14 +26,13 @@ bool is_made(PyObject* self, Py_buffer* view) {
 int get_memory_buffer(PyObject* self, Py_buffer* view, int flags) {
   if (!is_made(self, view)) return -1;
   PyMemory& memory = *nb::inst_ptr<PyMemory>(nb::handle(self));
-  return PyBuffer_FillInfo(view, self, memory.core->data(), static_cast<Py_ssize_t>(memory.core->nbytes()), 0, flags);
+  return fill(self, view, flags, memory, 0, memory.core->nbytes());
 }
 
 int get_view_buffer(PyObject* self, Py_buffer* view, int flags) {
   if (!is_made(self, view)) return -1;
   PyView& bytes = *nb::inst_ptr<PyView>(nb::handle(self));
-  return PyBuffer_FillInfo(view, self, static_cast<char*>(bytes.owner().core->data()) + bytes.offset,
-                           static_cast<Py_ssize_t>(bytes.nbytes), 0, flags);
+  return fill(self, view, flags, bytes.owner(), bytes.offset, bytes.nbytes);
 }
 
 PyType_Slot memory_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_memory_buffer)}, {0, nullptr}};
@@ -34,15 +44,6 @@ std::pair<std::uint64_t, std::uint64_t> to_range(nb::handle offset_bytes, nb::ha
   const std::uint64_t length = nbytes.is_none() ? limit - std::min(offset, limit) : to_u64(nbytes, "nbytes");
   check_bounds("view", "this memory", offset, length, limit);
   return {offset, length};
-}
-
-void close(const PyMemory& self, const Deadline& deadline) {
-  const auto memory = self.core;
-  {
-    Blocking blocking;
-    memory->close(deadline);
-  }
-  release_kept_objects();
 }
 
 nb::bytes to_bytes(const std::string& bytes) {
@@ -87,6 +88,7 @@ stay valid after close() for as long as they live.)")
       .def(
           "handle",
           [](PyMemory& self) {
+            self.core->check_usable("this memory");
             if (self.core->closed()) fail(ErrorKind::StaleHandle, "handle: this memory is closed");
             return to_bytes(self.core->remote().to_bytes());
           },
@@ -97,6 +99,7 @@ stay valid after close() for as long as they live.)")
             const Deadline deadline = to_deadline(timeout_s);
             const std::uint32_t signal = to_u32(index, "signal index");
             const std::uint64_t count = to_u64(at_least, "at_least");
+            self.core->check_usable("this memory");
             const auto memory = self.core;
             const auto counters = counters_for("memory", "");
             Blocking blocking;
@@ -117,7 +120,7 @@ stay valid after close() for as long as they live.)")
           "close",
           [](PyMemory& self, nb::handle timeout_s) {
             const Deadline deadline = to_deadline(timeout_s);
-            close(self, deadline);
+            self.close(deadline);
           },
           nb::arg("timeout_s").none() = 5.0, nb::sig("def close(self, timeout_s: float | None = 5.0) -> None"),
           R"(Ends all access. When it returns, no peer is in the middle of an operation, and later ones fail with StaleHandle.
@@ -131,7 +134,7 @@ Closing twice is legal.)")
       .def(
           "__enter__", [](nb::handle self) { return nb::borrow(self); }, nb::sig("def __enter__(self) -> Memory"))
       .def(
-          "__exit__", [](PyMemory& self, nb::args) { close(self, Deadline::after(5)); },
+          "__exit__", [](PyMemory& self, nb::args) { self.close(Deadline::after(5)); },
           nb::sig("def __exit__(self, *exception: object) -> None"))
       .def("__repr__", [](PyMemory& self) {
         return text("<Memory of ", self.core->nbytes(), " bytes, access '", name_of(self.core->access()), "', ",

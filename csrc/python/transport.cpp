@@ -12,8 +12,12 @@ struct PyConnection {
   // Its targets hold the connection, and it holds them: the end of the Python object ends both.
   ~PyConnection() {
     if (core == nullptr) return;
-    nb::gil_scoped_release released;
-    core->close();
+    ReleasedGil released;
+    try {
+      core->close(Deadline::after(5));
+    } catch (const Error&) {
+      // Operations were cancelled: each Work carries its own error.
+    }
   }
 
   std::shared_ptr<Target> target(const RemoteMemory& remote, const Deadline& deadline) const {
@@ -30,7 +34,7 @@ struct PyShmTransport {
   std::shared_ptr<shm::ShmTransport> core = std::make_shared<shm::ShmTransport>();
 
   ~PyShmTransport() {
-    nb::gil_scoped_release released;
+    ReleasedGil released;
     core = nullptr;
   }
 };
@@ -92,26 +96,31 @@ Thread-safe. Once lost it stays lost: make a new one.)")
           "Adds to a signal of `remote` when all earlier writes to it are visible.")
       .def(
           "fetch_add",
-          [](PyConnection& self, RemoteMemory& remote, nb::handle offset_bytes, nb::handle add) {
+          [](PyConnection& self, RemoteMemory& remote, nb::handle offset_bytes, nb::handle add, nb::handle timeout_s) {
+            const Deadline deadline = to_deadline(timeout_s);
             const std::uint64_t offset = to_u64(offset_bytes, "offset_bytes"), value = to_word(add, "add");
             self.check("fetch_add", remote, offset, sizeof value);
-            return self.target(remote, Deadline::never())->fetch_add(remote.offset + offset, value);
+            return self.target(remote, deadline)->fetch_add(remote.offset + offset, value);
           },
-          nb::arg("remote"), nb::arg("offset_bytes"), nb::arg("add"),
-          nb::sig("def fetch_add(self, remote: RemoteMemory, offset_bytes: int, add: int) -> int"),
+          nb::arg("remote"), nb::arg("offset_bytes"), nb::arg("add"), nb::kw_only(),
+          nb::arg("timeout_s").none() = nb::none(),
+          nb::sig("def fetch_add(self, remote: RemoteMemory, offset_bytes: int, add: int, *, "
+                  "timeout_s: float | None = None) -> int"),
           "Adds to an aligned 8-byte word atomically; returns what it held, in [0, 2**64).")
       .def(
           "compare_swap",
-          [](PyConnection& self, RemoteMemory& remote, nb::handle offset_bytes, nb::handle expected,
-             nb::handle desired) {
+          [](PyConnection& self, RemoteMemory& remote, nb::handle offset_bytes, nb::handle expected, nb::handle desired,
+             nb::handle timeout_s) {
+            const Deadline deadline = to_deadline(timeout_s);
             const std::uint64_t offset = to_u64(offset_bytes, "offset_bytes");
             const std::uint64_t from = to_word(expected, "expected"), to = to_word(desired, "desired");
             self.check("compare_swap", remote, offset, sizeof from);
-            return self.target(remote, Deadline::never())->compare_swap(remote.offset + offset, from, to);
+            return self.target(remote, deadline)->compare_swap(remote.offset + offset, from, to);
           },
-          nb::arg("remote"), nb::arg("offset_bytes"), nb::arg("expected"), nb::arg("desired"),
-          nb::sig(
-              "def compare_swap(self, remote: RemoteMemory, offset_bytes: int, expected: int, desired: int) -> int"),
+          nb::arg("remote"), nb::arg("offset_bytes"), nb::arg("expected"), nb::arg("desired"), nb::kw_only(),
+          nb::arg("timeout_s").none() = nb::none(),
+          nb::sig("def compare_swap(self, remote: RemoteMemory, offset_bytes: int, expected: int, desired: int, *, "
+                  "timeout_s: float | None = None) -> int"),
           "Sets an aligned 8-byte word to `desired` if it holds `expected`; returns what it held, in [0, 2**64).")
       .def(
           "flush",
@@ -136,11 +145,16 @@ Thread-safe. Once lost it stays lost: make a new one.)")
           "Opens `remote` for a window. What it returns is only good for Window.")
       .def(
           "close",
-          [](PyConnection& self) {
+          [](PyConnection& self, nb::handle timeout_s) {
+            const Deadline deadline = to_deadline(timeout_s);
+            const auto connection = self.core;
             Blocking blocking;
-            self.core->close();
+            connection->close(deadline);
           },
-          nb::sig("def close(self) -> None"), "Ends it, after what is under way. Closing twice is legal.")
+          nb::arg("timeout_s").none() = 5.0, nb::sig("def close(self, timeout_s: float | None = 5.0) -> None"),
+          R"(Ends it, after what is under way. Closing twice is legal.
+
+What is still under way when the deadline passes is cancelled, and DeadlineExceeded raised; it is closed all the same.)")
       .def_prop_ro(
           "peer", [](PyConnection& self) { return self.core->peer().name(); }, "The name given to connect().")
       .def_prop_ro(
@@ -155,7 +169,7 @@ Thread-safe. Once lost it stays lost: make a new one.)")
           "__exit__",
           [](PyConnection& self, nb::args) {
             Blocking blocking;
-            self.core->close();
+            self.core->close(Deadline::after(5));
           },
           nb::sig("def __exit__(self, *exception: object) -> None"));
 
@@ -189,7 +203,7 @@ Thread-safe. Once lost it stays lost: make a new one.)")
             const std::uint32_t counters = to_u32(signals, "signals"), peers = to_u32(slots, "max_peers");
             const auto transport = self.core;
             Blocking blocking;
-            return PyMemory{transport->allocate(size, permitted, counters, peers)};
+            return PyMemory(transport->allocate(size, permitted, counters, peers));
           },
           nb::keep_alive<0, 1>(), nb::arg("nbytes"), nb::arg("access") = "rw", nb::kw_only(), nb::arg("signals") = 0,
           nb::arg("max_peers") = kDefaultSlots,
@@ -204,8 +218,11 @@ Thread-safe. Once lost it stays lost: make a new one.)")
             const Access permitted = parse_access(access);
             const std::uint32_t counters = to_u32(signals, "signals"), peers = to_u32(slots, "max_peers");
             Buffer bytes(buffer, "the memory to register", permits(permitted, Access::Write));
-            return PyMemory{
-                self.core->register_memory(bytes.data(), bytes.nbytes(), permitted, counters, peers, bytes.keep())};
+            const bool read_only = bytes.read_only();
+            void* const data = bytes.data();
+            const Keepalive keep = bytes.keep();
+            return PyMemory(self.core->register_memory(data, bytes.nbytes(), permitted, counters, peers, keep), keep,
+                            read_only);
           },
           nb::keep_alive<0, 1>(), nb::arg("buffer"), nb::arg("access") = "rw", nb::kw_only(), nb::arg("signals") = 0,
           nb::arg("max_peers") = kDefaultSlots,
@@ -251,12 +268,14 @@ DeadlineExceeded if nobody answers, Unsupported if the peer is on another host.)
           "Opens this process's own memory for a window.")
       .def(
           "close",
-          [](PyShmTransport& self) {
+          [](PyShmTransport& self, nb::handle timeout_s) {
+            const Deadline deadline = to_deadline(timeout_s);
             const auto transport = self.core;
             Blocking blocking;
-            transport->close();
+            transport->close(deadline);
           },
-          nb::sig("def close(self) -> None"), "Closes connections, then memories, then itself. Closing twice is legal.")
+          nb::arg("timeout_s").none() = 5.0, nb::sig("def close(self, timeout_s: float | None = 5.0) -> None"),
+          "Closes connections, then memories, then itself. Closing twice is legal.")
       .def(
           "describe", [](PyShmTransport& self) { return to_dict(self.core->describe()); },
           nb::sig("def describe(self) -> dict[str, str]"), "Its state and what it holds.");

@@ -10,6 +10,15 @@
 #include "core/process.h"
 
 namespace onesided::shm {
+namespace {
+
+void check_within(const RemoteMemory& remote, std::uint64_t nbytes) {
+  if (remote.offset > nbytes || remote.nbytes > nbytes - remote.offset) {
+    fail(ErrorKind::Handle, "attach: this handle describes more than the ", nbytes, " bytes of the memory");
+  }
+}
+
+}  // namespace
 
 ShmConnection::ShmConnection(std::shared_ptr<Hub> hub, const Endpoint& peer, const std::string& name, Fd socket,
                              PeerCredentials credentials)
@@ -54,7 +63,12 @@ ShmConnection::~ShmConnection() {
     socket_.release();  // closed by the fork handler; the number may be another file's now
     return;
   }
-  close();
+  InterruptScope undisturbed(nullptr);
+  try {
+    close(Deadline::after(5));
+  } catch (const Error&) {
+    // It is closed all the same.
+  }
   forget_in_forked_child(socket_.get());
 }
 
@@ -100,15 +114,13 @@ Reply ShmConnection::ask(Request request, std::vector<Fd>* fds, const Deadline& 
 
 std::shared_ptr<Target> ShmConnection::target(const RemoteMemory& remote, const Deadline& deadline) {
   auto target = known_target(remote, deadline);
-  if (remote.offset > target->nbytes() || remote.nbytes > target->nbytes() - remote.offset) {
-    fail(ErrorKind::Handle, "attach: this handle describes more than the ", target->nbytes(), " bytes of the memory");
-  }
+  check_within(remote, target->nbytes());
   return target;
 }
 
 std::shared_ptr<ShmTarget> ShmConnection::known_target(const RemoteMemory& remote, const Deadline& deadline) {
   check_not_forked(hub_->made_in(), "this connection");
-  if (remote.kind != TransportKind::Shm || remote.transport != transport_) refuse_handle();
+  check_handle(remote);
   const std::pair memory(remote.memory_id, remote.key);
   {
     std::lock_guard lock(targets_mutex_);
@@ -142,7 +154,7 @@ std::shared_ptr<ShmTarget> ShmConnection::open_memory(const RemoteMemory& remote
                                                       const Deadline& deadline) {
   hub_->check_usable("this transport");
   if (closed_.load()) fail(ErrorKind::StaleHandle, "attach: this connection is closed");
-  if (remote.kind != TransportKind::Shm || remote.transport != transport_) refuse_handle();
+  check_handle(remote);
   Request request;
   request.type = Request::Type::Attach;
   request.id = remote.memory_id;
@@ -164,14 +176,12 @@ std::shared_ptr<ShmTarget> ShmConnection::open_memory(const RemoteMemory& remote
   parts.keep = {shared_from_this()};
   parts.detach = [this, id = remote.memory_id, slot = reply.slot] { give_back(id, slot); };
   try {
-    if (remote.offset > reply.nbytes || remote.nbytes > reply.nbytes - remote.offset) {
-      fail(ErrorKind::Handle, "attach: this handle describes more than the ", reply.nbytes, " bytes of the memory");
-    }
+    check_within(remote, reply.nbytes);
     if (reply.slots > Control::kMostSlots || reply.signals > Control::kMostSignals || reply.slot >= reply.slots) {
       fail(ErrorKind::ConnectionLost, "attach: ", peer_->name(), " described its memory wrongly");
     }
     auto control = Segment::map(std::move(fds[0]), Control::size_for(reply.slots, reply.signals), true);
-    control->protect_front(Control::kPageBytes);
+    control->protect_front(Control::kOwnersBytes);
     parts.control = Control(control->base(), reply.slots, reply.signals);
     parts.keep.push_back(control);
     if (is_private) {
@@ -205,7 +215,8 @@ std::shared_ptr<ShmTarget> ShmConnection::open_memory(const RemoteMemory& remote
   return target;
 }
 
-void ShmConnection::refuse_handle() const {
+void ShmConnection::check_handle(const RemoteMemory& remote) const {
+  if (remote.kind == TransportKind::Shm && remote.transport == transport_) return;
   fail(ErrorKind::Handle, "attach: this handle is not of a memory of ", peer_->name());
 }
 
@@ -224,7 +235,7 @@ void ShmConnection::lose_peer(bool process_ended) {
   counters_->add(Count::Errors);
 }
 
-void ShmConnection::close() {
+void ShmConnection::close(const Deadline& deadline) {
   if (hub_->forked()) return;
   std::vector<std::shared_ptr<Target>> open;
   decltype(targets_) cached;
@@ -237,11 +248,13 @@ void ShmConnection::close() {
     cached.swap(targets_);
     attached_.clear();
   }
-  for (const auto& target : open) target->close();
+  FirstFailure failure;
+  for (const auto& target : open) failure.attempt([&] { target->close(deadline); });
   peer_->lose("the connection was closed here");
   hub_->unwatch(socket_.get(), pidfd_.get());
   ::shutdown(socket_.get(), SHUT_RD);  // ends an attach() that waits for its answer
   hub_->wake_waiters();
+  failure.rethrow();
 }
 
 Description ShmConnection::describe() const {

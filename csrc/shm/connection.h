@@ -5,7 +5,6 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <unordered_map>
 
 #include "shm/hub.h"
 #include "shm/target.h"
@@ -21,7 +20,7 @@ class ShmConnection final : public Connection, public std::enable_shared_from_th
   std::shared_ptr<Target> target(const RemoteMemory& remote, const Deadline& deadline) override;
   std::shared_ptr<Target> attach(const RemoteMemory& remote, const Deadline& deadline) override;
   const PeerState& peer() const override { return *peer_; }
-  void close() override;
+  void close(const Deadline& deadline) override;
   Description describe() const override;
 
   int pidfd() const { return pidfd_.get(); }
@@ -35,7 +34,7 @@ class ShmConnection final : public Connection, public std::enable_shared_from_th
   std::shared_ptr<ShmTarget> open_memory(const RemoteMemory& remote, bool whole, const Deadline& deadline);
   std::shared_ptr<ShmTarget> known_target(const RemoteMemory& remote, const Deadline& deadline);
   Reply ask(Request request, std::vector<Fd>* fds, const Deadline& deadline);
-  [[noreturn]] void refuse_handle() const;
+  void check_handle(const RemoteMemory& remote) const;
   void give_back(std::uint64_t memory_id, std::uint32_t slot);
 
   const std::shared_ptr<Hub> hub_;

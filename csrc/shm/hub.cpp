@@ -96,11 +96,14 @@ void Hub::check_usable(const char* what) const {
 Endpoint Hub::bind(bool shared) {
   std::lock_guard lock(mutex_);
   check_not_retired();
+  if (shared && shared_endpoint_) return *shared_endpoint_;
   const std::uint64_t id = next_id_++;
   const Token secret = random_token();
   bound_[id] = {secret, shared};
-  return {
+  const Endpoint endpoint{
       TransportKind::Shm, shared, token_, host_token(), id, secret, static_cast<std::uint32_t>(::getpid()), address_};
+  if (shared) shared_endpoint_ = endpoint;
+  return endpoint;
 }
 
 std::uint64_t Hub::next_memory_id() {
@@ -147,11 +150,16 @@ void Hub::unwatch(int socket, int pidfd) {
 }
 
 std::vector<std::shared_ptr<ShmConnection>> Hub::connections() {
-  std::lock_guard lock(mutex_);
-  std::vector<std::shared_ptr<ShmConnection>> alive;
-  for (auto& [fd, weak] : watched_) {
-    if (auto connection = weak.lock()) alive.push_back(std::move(connection));
+  std::vector<std::shared_ptr<ShmConnection>> alive;  // outlives the lock: the last to let go of one takes it again
+  {
+    std::lock_guard lock(mutex_);
+    for (auto& [fd, weak] : watched_) {
+      if (auto connection = weak.lock()) alive.push_back(std::move(connection));
+    }
   }
+  // Each may be watched by two descriptors.
+  std::sort(alive.begin(), alive.end());
+  alive.erase(std::unique(alive.begin(), alive.end()), alive.end());
   return alive;
 }
 
@@ -223,7 +231,7 @@ void Hub::serve(int socket) {
     return;
   }
   std::vector<int> fds;
-  std::vector<Fd> keep_open;
+  Fd keep_open;
   bool sent = true;
   {
     // Sent with the lock held: until then, the descriptors must be those of a memory that is listed.
@@ -236,7 +244,7 @@ void Hub::serve(int socket) {
 }
 
 // With the lock held.
-Reply Hub::answer(Incoming& peer, const Request& request, std::vector<int>& fds, std::vector<Fd>& keep_open) {
+Reply Hub::answer(Incoming& peer, const Request& request, std::vector<int>& fds, Fd& keep_open) {
   Reply reply;
   reply.request_id = request.request_id;
   try {
@@ -273,15 +281,14 @@ void Hub::greet(Incoming& peer, const Request& request) {
   peer.greeted = true;
 }
 
-void Hub::open_memory(Incoming& peer, const Request& request, Reply& reply, std::vector<int>& fds,
-                      std::vector<Fd>& keep_open) {
+void Hub::open_memory(Incoming& peer, const Request& request, Reply& reply, std::vector<int>& fds, Fd& keep_open) {
   if (!peer.greeted) fail(ErrorKind::RemoteAccess, "attach: not connected");
   const auto found = memories_.find(request.id);
   ShmMemory* const memory = found == memories_.end() ? nullptr : found->second;
   if (memory == nullptr || memory->closed()) fail(ErrorKind::StaleHandle, "attach: this memory was closed");
   if (memory->key() != request.token) fail(ErrorKind::Handle, "attach: this handle's key does not fit the memory");
   const auto& segment = memory->segment();
-  if (segment != nullptr && memory->access() == Access::Read) keep_open.push_back(segment->read_only_fd());
+  if (segment != nullptr && memory->access() == Access::Read) keep_open = segment->read_only_fd();
   reply.nbytes = memory->nbytes();
   reply.access = static_cast<std::uint32_t>(memory->access());
   reply.slots = memory->control().slots();
@@ -292,7 +299,7 @@ void Hub::open_memory(Incoming& peer, const Request& request, Reply& reply, std:
   if (segment != nullptr) {
     reply.segment_nbytes = segment->nbytes();
     reply.segment_offset = static_cast<std::uint64_t>(static_cast<char*>(memory->data()) - segment->base());
-    fds.push_back(keep_open.empty() ? segment->fd() : keep_open.back().get());
+    fds.push_back(keep_open ? keep_open.get() : segment->fd());
   } else {
     reply.address = reinterpret_cast<std::uint64_t>(memory->data());
     reply.probe_address = reinterpret_cast<std::uint64_t>(token_.data());

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -42,6 +43,7 @@ class Hub : public std::enable_shared_from_this<Hub> {
   // True in a child of the process that made it. Its mutex may be held for ever, and its lists may be half changed.
   bool forked() const { return made_in_ != fork_generation(); }
 
+  // A shared endpoint is always the same one.
   Endpoint bind(bool shared);
 
   std::uint64_t next_memory_id();
@@ -81,11 +83,10 @@ class Hub : public std::enable_shared_from_this<Hub> {
   void accept_all();
   void admit(Fd socket);
   void serve(int socket);
-  Reply answer(Incoming& peer, const Request& request, std::vector<int>& fds, std::vector<Fd>& keep_open);
+  Reply answer(Incoming& peer, const Request& request, std::vector<int>& fds, Fd& keep_open);
   void free_slot(std::uint64_t memory_id, std::uint32_t slot, int socket);
   void greet(Incoming& peer, const Request& request);
-  void open_memory(Incoming& peer, const Request& request, Reply& reply, std::vector<int>& fds,
-                   std::vector<Fd>& keep_open);
+  void open_memory(Incoming& peer, const Request& request, Reply& reply, std::vector<int>& fds, Fd& keep_open);
   void drop(int socket);
   void check_watched(int fd);
 
@@ -104,6 +105,7 @@ class Hub : public std::enable_shared_from_this<Hub> {
   std::uint64_t next_id_ = 1;
   std::unordered_map<std::uint64_t, ShmMemory*> memories_;
   std::unordered_map<std::uint64_t, Bound> bound_;
+  std::optional<Endpoint> shared_endpoint_;
   std::unordered_map<int, Incoming> incoming_;
   std::unordered_map<int, std::weak_ptr<ShmConnection>> watched_;
 };

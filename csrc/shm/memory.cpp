@@ -54,6 +54,10 @@ RemoteMemory ShmMemory::remote() const {
   return {TransportKind::Shm, access_, hub_->token(), id_, 0, nbytes_, control_.signals(), key_};
 }
 
+void ShmMemory::check_usable(const char* what) const {
+  check_not_forked(hub_->made_in(), what);
+}
+
 void ShmMemory::close(const Deadline& deadline) {
   if (hub_->forked()) return;  // it is the parent's, and stays open there
   control_.header().closed.store(1, std::memory_order_seq_cst);

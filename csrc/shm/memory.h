@@ -1,7 +1,6 @@
 // Memory that a process lets its peers on the same host reach.
 #pragma once
 
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -31,6 +30,7 @@ class ShmMemory final : public Memory, public std::enable_shared_from_this<ShmMe
   RemoteMemory remote() const override;
   const Control& control() const override { return control_; }
   bool closed() const override { return control_.header().closed.load(std::memory_order_seq_cst) != 0; }
+  void check_usable(const char* what) const override;
   void close(const Deadline& deadline) override;
   Description describe() const override;
 

@@ -39,18 +39,24 @@ Listing& listing() {
   return *instance;
 }
 
+// The number behind `name` in a file of such lines, or `otherwise`.
+std::uint64_t number_in(const char* path, const std::string& name, std::uint64_t otherwise) {
+  std::ifstream file(path);
+  for (std::string word; file >> word;) {
+    if (std::uint64_t number = 0; word == name && file >> number) return number;
+    file.ignore(256, '\n');
+  }
+  return otherwise;
+}
+
 // What the kernel can still give, in bytes: memory that is available, and what the control group allows. Asking first
 // matters: a memfd that grows beyond it does not fail, it calls the out-of-memory killer.
 std::uint64_t available_memory() {
-  std::uint64_t available = INT64_MAX;
-  std::ifstream meminfo("/proc/meminfo");
-  for (std::string key; meminfo >> key;) {
-    std::uint64_t kib = 0;
-    if (key == "MemAvailable:" && meminfo >> kib) available = kib * 1024;
-    meminfo.ignore(256, '\n');
-  }
+  std::uint64_t available = number_in("/proc/meminfo", "MemAvailable:", INT64_MAX / 1024) * 1024;
   std::uint64_t limit = 0, used = 0;
   if (std::ifstream("/sys/fs/cgroup/memory.max") >> limit && std::ifstream("/sys/fs/cgroup/memory.current") >> used) {
+    // The group is charged for the cache of files, too, which is given back when memory runs short.
+    used -= std::min(used, number_in("/sys/fs/cgroup/memory.stat", "inactive_file", 0));
     available = std::min(available, limit > used ? limit - used : 0);
   }
   return available;

@@ -94,7 +94,7 @@ class ShmTarget::UnderWay {
   const bool owner_;
 };
 
-// What is looked at between the pieces of a long operation that runs on the caller's thread.
+// What is looked at between the pieces of a long operation.
 class ShmTarget::Between final : public Checkpoint {
  public:
   Between(const char* operation, const ShmTarget& target, const Deadline& deadline)
@@ -121,7 +121,11 @@ class ShmTarget::Between final : public Checkpoint {
 // The slot goes back only here: whoever may still count on it holds this object.
 ShmTarget::~ShmTarget() {
   InterruptScope undisturbed(nullptr);  // Ctrl-C ends waits of the caller's, not this
-  close();
+  try {
+    close(Deadline::after(5));
+  } catch (const Error&) {
+    // It is closed all the same.
+  }
   if (at_.made_in == fork_generation() && at_.detach) at_.detach();
 }
 
@@ -238,7 +242,7 @@ void ShmTarget::signal_now(const Signal& signal) {
 // Strong signals: what was issued asynchronously before must be visible first. If some of it failed and nobody has been
 // told, this throws and the signal is not sent.
 void ShmTarget::settle_before_signal(const How& how) {
-  if (!strand_->idle()) strand_->drain(how.deadline);
+  strand_->drain(how.deadline);
 }
 
 // The same for a signal that was itself issued asynchronously, when its turn has come: a signal that is sent says that all
@@ -314,10 +318,10 @@ std::uint64_t ShmTarget::compare_swap(std::uint64_t offset, std::uint64_t expect
 
 void ShmTarget::flush(const Deadline& deadline) {
   check_not_forked(at_.made_in, "this window");
-  if (!strand_->idle()) strand_->drain(deadline);
+  unflushed_.store(false, std::memory_order_relaxed);  // first: what is issued from here on is for the next flush
+  strand_->drain(deadline);
   if (closed_.load(std::memory_order_relaxed)) fail(ErrorKind::StaleHandle, "flush: this window is closed");
   if (at_.peer->lost()) at_.peer->fail_lost("flush");
-  unflushed_.store(false, std::memory_order_relaxed);
   std::atomic_thread_fence(std::memory_order_seq_cst);
   at_.counters->add(Count::Flushes);
 }
@@ -329,18 +333,22 @@ std::shared_ptr<Work> ShmTarget::run_later(const How& how, std::function<void(Sh
   if (at_.peer->lost()) at_.peer->fail_lost("put or get");
   auto self = std::static_pointer_cast<ShmTarget>(shared_from_this());
   return strand_->submit(
-      [self = std::move(self), keep = how.keep, operation = std::move(operation)](Checkpoint& cancel) {
+      [self = std::move(self), keep = how.keep, operation = std::move(operation),
+       deadline = how.deadline](Checkpoint& cancel) mutable {
+        const Keepalive kept = std::move(keep);  // let go before anybody sees that the operation is over
         struct Both final : Checkpoint {
           Checkpoint& cancel;
-          const ShmTarget& target;
-          Both(Checkpoint& cancelled, const ShmTarget& of) : cancel(cancelled), target(of) {}
+          Between between;
+          Both(Checkpoint& cancelled, const ShmTarget& target, const Deadline& until)
+              : cancel(cancelled), between("put or get", target, until) {}
           void pass() override {
             cancel.pass();
-            UnderWay::look(target, "put or get");
+            between.pass();
           }
-        } between(cancel, *self);
+        } both(cancel, *self, deadline);
         try {
-          operation(*self, between);
+          both.between.check_deadline();
+          operation(*self, both);
         } catch (const Error&) {
           self->at_.counters->add(Count::Errors);
           throw;
@@ -349,25 +357,31 @@ std::shared_ptr<Work> ShmTarget::run_later(const How& how, std::function<void(Sh
       how.deadline);
 }
 
-void ShmTarget::close() {
+void ShmTarget::close(const Deadline& deadline) {
   if (closed_.load()) return;
   if (at_.made_in != fork_generation()) {  // the strand's thread and the peer's answers belong to the parent
     closed_.store(true);
     return;
   }
-  strand_->close(Deadline::after(5));
+  FirstFailure failure;
+  failure.attempt([&] {
+    if (strand_->close(deadline)) return;
+    fail(ErrorKind::DeadlineExceeded, "close: the deadline passed before all operations to ", at_.peer->name(),
+         " were complete; the rest are cancelled");
+  });
   closed_.store(true, std::memory_order_seq_cst);
   // As the owner does in ShmMemory::close: nothing is under way when this returns. An operation of this process ends
   // within a piece, unless it is this thread's own (close was called by the interrupt check in the middle of it).
-  const Deadline deadline = Deadline::after(1);
+  const Deadline patience = Deadline::after(1);
   const Slot& slot = at_.control.slot(at_.slot);
-  while (slot.busy() && !deadline.passed()) std::this_thread::yield();
+  while (slot.busy() && !patience.passed()) std::this_thread::yield();
+  failure.rethrow();
 }
 
 Description ShmTarget::describe() const {
-  const char* how = !at_.shareable          ? "cross-memory attach: one copy by the kernel, no atomics"
-                    : at_.mapped == nullptr ? "unmapped"
-                                            : "mapped: one copy by the calling thread";
+  const char* how = at_.mapped == nullptr ? "cross-memory attach: one copy by the kernel, no atomics"
+                    : at_.shareable       ? "mapped: one copy by the calling thread"
+                                          : "own memory: one copy by the calling thread, no atomics";
   return {
       {"peer", at_.peer->name()},
       {"kind", "shm"},

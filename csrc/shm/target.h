@@ -47,7 +47,7 @@ class ShmTarget final : public Target {
   std::uint64_t fetch_add(std::uint64_t offset, std::uint64_t add) override;
   std::uint64_t compare_swap(std::uint64_t offset, std::uint64_t expected, std::uint64_t desired) override;
   void flush(const Deadline& deadline) override;
-  void close() override;
+  void close(const Deadline& deadline) override;
 
   bool busy() const override { return !strand_->idle(); }
   bool unflushed() const override { return unflushed_.load(std::memory_order_relaxed); }

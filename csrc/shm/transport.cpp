@@ -25,8 +25,9 @@ ShmTransport::~ShmTransport() {
         hub_);  // never destroyed in a child, where its thread does not exist and its lists may be half changed
     return;
   }
+  InterruptScope undisturbed(nullptr);
   try {
-    close();
+    close(Deadline::after(5));
   } catch (const std::exception&) {
     // A memory that a stopped peer is writing to: it stays registered until the process ends (see ~ShmMemory).
     hub_->stop();
@@ -94,12 +95,15 @@ std::shared_ptr<Connection> ShmTransport::connect(const Endpoint& peer, const st
   return ShmConnection::open(hub_, peer, name, deadline);
 }
 
-void ShmTransport::close() {
+void ShmTransport::close(const Deadline& deadline) {
   if (hub_->forked() || hub_->stopped()) return;
   hub_->retire();
-  for (const auto& connection : hub_->connections()) connection->close();
-  for (const auto& memory : hub_->memories()) memory->close(Deadline::after(5));
-  hub_->stop();
+  FirstFailure failure;
+  for (const auto& connection : hub_->connections()) failure.attempt([&] { connection->close(deadline); });
+  bool all_closed = true;
+  for (const auto& memory : hub_->memories()) all_closed &= failure.attempt([&] { memory->close(deadline); });
+  if (all_closed) hub_->stop();
+  failure.rethrow();
 }
 
 Description ShmTransport::describe() const {

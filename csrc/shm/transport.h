@@ -22,7 +22,7 @@ class ShmTransport final : public Transport {
   std::shared_ptr<Target> loop_back(const std::shared_ptr<Memory>& memory, const std::string& name) override;
   Endpoint bind(bool shared) override;
   std::shared_ptr<Connection> connect(const Endpoint& peer, const std::string& name, const Deadline& deadline) override;
-  void close() override;
+  void close(const Deadline& deadline) override;
   bool closed() const override { return hub_->stopped(); }
   Description describe() const override;
 

@@ -135,6 +135,24 @@ TEST_CASE("copy: comes up between pieces, and reads nothing more once it was sto
   }
 }
 
+TEST_CASE("copy: comes up between the pieces of ranges that overlap, too") {
+  std::vector<char> bytes(2 * kPiece + 200);
+  for (const bool forwards : {true, false}) {
+    char* const target = bytes.data() + (forwards ? 0 : 100);
+    char* const source = bytes.data() + (forwards ? 100 : 0);
+    Counting counting;
+    copy_memory(target, source, 2 * kPiece + 100, &counting);
+    CHECK(counting.passes == 2);
+    // Stopped after the first piece, which was at that end of the target where the copy begins.
+    std::memset(bytes.data(), 'o', bytes.size());
+    std::memset(forwards ? bytes.data() : source + 2 * kPiece + 100, '-', 100);
+    Counting once;
+    once.most = 1;
+    CHECK(raised([&] { copy_memory(target, source, 2 * kPiece + 100, &once); }) == "DeadlineExceeded");
+    CHECK(all_are(bytes.data(), bytes.size(), 'o'));
+  }
+}
+
 TEST_CASE("copy: tells what it has measured") {
   for (const std::size_t nbytes : {kLargeCopy, std::size_t{4} << 20}) {
     std::vector<char> target(nbytes);

@@ -1,4 +1,5 @@
 // A fork after use: the child gets a clear error at once and can end in good order, and the parent is unharmed.
+#include <pthread.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -98,6 +99,9 @@ TEST_CASE("fork: every use in the child is a clear error at once, and the parent
         {"window wait", [&] { all.window->wait_signal(0, 1, std::nullopt, Deadline::never(), kSpin); }},
         {"window consume", [&] { all.window->wait_signal(0, std::nullopt, std::nullopt, Deadline::never(), kSpin); }},
         {"window flush_all", [&] { all.window->flush_all(Deadline::never()); }},
+        {"memory", [&] { all.mine->check_usable("this memory"); }},
+        {"memory wait",
+         [&] { wait_signal(*all.mine, all.target->counters(), 0, 1, Deadline::never(), kSpin, "", [] {}); }},
         {"signal_value", [&] { all.window->signal_value(0); }},
         {"work wait", [&] { pending->wait(Deadline::never()); }},
         {"strand submit", [&] { strand->submit([](Checkpoint&) {}, Deadline::never()); }},
@@ -109,13 +113,13 @@ TEST_CASE("fork: every use in the child is a clear error at once, and the parent
     }
     // Closing is no use, and changes nothing for the parent.
     all.window->close(Deadline::never());
-    all.target->close();
+    all.target->close(patience());
     all.memory->close(Deadline::never());
     all.mine->close(Deadline::never());
-    all.to_b->close();
+    all.to_b->close(patience());
     strand->close(Deadline::never());
-    all.a->close();
-    all.b->close();
+    all.a->close(patience());
+    all.b->close(patience());
     all.let_go();
     return odd;
   });
@@ -131,9 +135,9 @@ TEST_CASE("fork: every use in the child is a clear error at once, and the parent
   CHECK_FALSE(all.target->peer().lost());
   open = true;
   CHECK(raised([&] { pending->wait(patience()); }) == "");
-  all.b->close();
+  all.b->close(patience());
   eventually("a loss is still noticed", [&] { return all.target->peer().lost(); }, 5);
-  all.a->close();
+  all.a->close(patience());
 }
 
 TEST_CASE("fork: a child that lives on does not keep connections open") {
@@ -152,7 +156,7 @@ TEST_CASE("fork: a child that lives on does not keep connections open") {
     ::_exit(::read(pipe[0], &byte, 1) == 0 ? 0 : 1);
   }
   ::close(pipe[0]);
-  transport->close();
+  transport->close(patience());
   eventually("the peer sees the end", [&] { return !peer.refused("signal 0").empty(); });
   peer.ask("close-connection 0");
   ::close(pipe[1]);
@@ -181,8 +185,8 @@ TEST_CASE("fork: descriptors that the child opens where closed ones were stay it
   });
   CHECK(odd == "");
   CHECK(raised([&] { all.target->write("x", 1, 0, {}, How{}); }) == "");
-  all.a->close();
-  all.b->close();
+  all.a->close(patience());
+  all.b->close(patience());
 }
 
 TEST_CASE("fork: in the middle of anything, the child ends in good order") {
@@ -217,8 +221,8 @@ TEST_CASE("fork: in the middle of anything, the child ends in good order") {
   busy.join();
   CHECK(odd.empty());
   CHECK(raised([&] { all.target->write("x", 1, 0, {}, How{}); }) == "");
-  all.a->close();
-  all.b->close();
+  all.a->close(patience());
+  all.b->close(patience());
 }
 
 #if !defined(__SANITIZE_THREAD__)  // it allows no new threads in a forked child
@@ -247,8 +251,32 @@ TEST_CASE("fork: a new transport in the child works, with its own threads") {
     return std::string();
   });
   CHECK(odd == "");
-  all.a->close();
-  all.b->close();
+  all.a->close(patience());
+  all.b->close(patience());
+}
+
+TEST_CASE("fork: where no thread can be started, copies go on alone and asynchronous operations say so") {
+  const std::string odd = in_child([] {
+    const auto stacks_of = [](std::size_t nbytes) {
+      pthread_attr_t attributes;
+      ::pthread_attr_init(&attributes);
+      ::pthread_attr_setstacksize(&attributes, nbytes);
+      ::pthread_setattr_default_np(&attributes);
+    };
+    stacks_of(std::size_t{1} << 47);  // more than there are addresses
+    const auto source = random_bytes(4 << 20, 6);
+    for (const std::string& method : copy_methods()) {
+      std::vector<char> target(source.size());
+      copy_memory_by(method, target.data(), source.data(), source.size());
+      if (target != source) return "wrong bytes by " + method;
+    }
+    const auto strand = std::make_shared<Strand>();
+    const std::string message = said([&] { strand->submit([](Checkpoint&) {}, patience()); });
+    if (!contains(message, "cannot start a thread") || !strand->idle()) return "'" + message + "'";
+    stacks_of(1 << 20);
+    return raised([&] { strand->submit([](Checkpoint&) {}, patience())->wait(patience()); });
+  });
+  CHECK(odd == "");
 }
 #endif
 

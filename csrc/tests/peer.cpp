@@ -98,16 +98,16 @@ struct Peer {
     }
     if (verb == "close-target") {
       line >> i;
-      targets.at(i)->close();
+      targets.at(i)->close(patience());
       return "";
     }
     if (verb == "close-connection") {
       line >> i;
-      connections.at(i)->close();
+      connections.at(i)->close(patience());
       return "";
     }
     if (verb == "close") {
-      transport->close();
+      transport->close(patience());
       return "";
     }
     throw std::runtime_error("what is '" + verb + "'?");
@@ -131,7 +131,7 @@ int peer_role() {
     }
     std::cout << answer << std::endl;
   }
-  peer.transport->close();
+  peer.transport->close(patience());
   for (auto& thread : peer.putting) thread.join();
   return 0;
 }

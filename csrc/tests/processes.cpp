@@ -12,7 +12,7 @@ struct Remote {
       transport->connect(Endpoint::from_bytes(from_hex(process.ask("bind"))), "the peer", patience());
 
   Remote() { process.ask("connect " + to_hex(transport->bind(false).to_bytes())); }
-  ~Remote() { transport->close(); }
+  ~Remote() { transport->close(patience()); }
 
   std::shared_ptr<Target> open(const std::string& made) {
     return to_peer->attach(RemoteMemory::from_bytes(from_hex(process.ask(made))), patience());
@@ -212,13 +212,15 @@ TEST_CASE("processes: a stopped peer is still written to; a question to it ends 
     patient = attach(kPatience);
   });
   eventually("it asks", [&] { return begun.load(); });
-  remote.to_peer->close();
+  remote.to_peer->close(patience());
   unanswered.join();
   CHECK(patient == "StaleHandle");
 }
 
 TEST_CASE("processes: connecting to a stopped peer ends at the deadline") {
   Remote remote;
+  const auto rows = remote.transport->describe();
+  CHECK(std::count(rows.begin(), rows.end(), std::pair<std::string, std::string>("connections", "1")) == 1);
   const Endpoint endpoint = Endpoint::from_bytes(from_hex(remote.process.ask("bind")));
   remote.process.stop();
   CHECK(raised([&] { remote.transport->connect(endpoint, "the peer", Deadline::after(0.05)); }) == "DeadlineExceeded");
@@ -240,7 +242,7 @@ TEST_CASE("processes: memory whose peer is stopped in the middle of a put closes
     CHECK(mine->closed());  // nothing new begins
     CHECK(raised([&] { remote.transport->loop_back(mine, "own")->write("x", 1, 0, {}, How{}); }) == "StaleHandle");
     remote.process.go_on();
-    CHECK(raised([&] { transport ? remote.transport->close() : mine->close(patience()); }) == "");
+    CHECK(raised([&] { transport ? remote.transport->close(patience()) : mine->close(patience()); }) == "");
     const std::vector<char> then(static_cast<char*>(mine->data()), static_cast<char*>(mine->data()) + mine->nbytes());
     remote.process.ask("put-ended");
     CHECK(std::memcmp(then.data(), mine->data(), mine->nbytes()) == 0);
@@ -294,7 +296,7 @@ TEST_CASE("processes: one of three peers dies, the others go on") {
         .empty();
   });
   connections.clear(), targets.clear();
-  transport->close();
+  transport->close(patience());
 }
 
 TEST_CASE("processes: the peer closes a memory, a connection, its transport") {

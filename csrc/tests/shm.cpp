@@ -161,8 +161,8 @@ TEST_CASE("shm: a signal is not sent when an operation before it failed and nobo
   after->wait(patience());
   CHECK(count() == 101);
   CHECK(raised([&] { target->flush(patience()); }) == "");
-  pair.a->close();
-  pair.b->close();
+  pair.a->close(patience());
+  pair.b->close(patience());
   ::munmap(bytes, kBytes);
 }
 
@@ -188,6 +188,31 @@ TEST_CASE("shm: a deadline is a fence, in shared and in private memory") {
       CHECK(std::memchr(reach.bytes(), 'n', kBytes) == nullptr);
       std::memset(reach.bytes(), '-', kBytes);
     }
+  }
+}
+
+TEST_CASE("shm: the deadline of an asynchronous operation is its own, and its source is let go before it is over") {
+  constexpr std::uint64_t kBytes = 16 << 20;
+  for (const bool shared : {true, false}) {
+    Reach reach(kBytes, shared);
+    How how;
+    how.async = true;
+    how.keep = std::make_shared<std::vector<char>>(kBytes);
+    const std::weak_ptr<void> alive = how.keep;
+    const auto put_by = [&](const Deadline& deadline) {
+      how.deadline = deadline;
+      return reach.target->write(static_cast<std::vector<char>*>(how.keep.get())->data(), kBytes, 0, Signal{0, 1}, how);
+    };
+    const auto in_time = put_by(patience());
+    const auto late = put_by(Deadline::after(0));
+    CHECK(raised([&] { late->wait(patience()); }) == "DeadlineExceeded");
+    CHECK(contains(said([&] { late->wait(patience()); }), "the deadline passed"));
+    CHECK(raised([&] { in_time->wait(patience()); }) == "");
+    CHECK(reach.count(0) == 1);
+    const auto last = put_by(patience());
+    how.keep = nullptr;
+    last->wait(patience());
+    CHECK(alive.expired());
   }
 }
 
@@ -235,6 +260,7 @@ TEST_CASE("shm: atomics are exact over threads, targets and the owner's own") {
   CHECK(raised([&] { hidden.target->compare_swap(0, 0, 1); }) == "Unsupported");
   const auto own_hidden = hidden.b->loop_back(hidden.memory, "b itself");
   CHECK(raised([&] { own_hidden->fetch_add(0, 1); }) == "Unsupported");
+  CHECK(contains(describes(own_hidden->describe(), "path"), "own memory"));
 }
 
 TEST_CASE("shm: access is kept to") {
@@ -322,6 +348,7 @@ TEST_CASE("shm: connections in any order, twice, to oneself; endpoints that are 
   const Endpoint once = b->bind(false), shared = b->bind(true);
   const auto connect = [&](const Endpoint& endpoint) { return a->connect(endpoint, "b", patience()); };
 
+  CHECK(b->bind(true).to_bytes() == shared.to_bytes());
   const auto first = connect(once);
   CHECK(raised([&] { connect(once); }) == "StaleHandle");
   CHECK(contains(said([&] { connect(once); }), "used"));
@@ -358,8 +385,8 @@ TEST_CASE("shm: connections in any order, twice, to oneself; endpoints that are 
   CHECK(memory->control().signal(0) == 11);
   CHECK(raised([&] { first->attach(a->allocate(64, Access::ReadWrite, 1, 4)->remote(), patience()); }) == "Handle");
   CHECK(raised([&] { a->loop_back(memory, "b's"); }) == "Handle");
-  a->close();
-  b->close();
+  a->close(patience());
+  b->close(patience());
   CHECK(raised([&] { connect(shared); }) == "StaleHandle");
   CHECK(raised([&] { shm::ShmTransport().connect(shared, "b", patience()); }) == "ConnectionLost");
 }
@@ -447,7 +474,7 @@ TEST_CASE("shm: slots are used up, given back, and enough for many in turn") {
   second = nullptr;  // closed with its last user; the message is on its way before the next question is
   second = attach();
   put(*second, "x", 1, 0);
-  second->close();
+  second->close(patience());
   CHECK(raised([&] { second->write("y", 1, 0, {}, How{}); }) == "StaleHandle");
   second = nullptr;
   {
@@ -467,7 +494,7 @@ TEST_CASE("shm: slots are used up, given back, and enough for many in turn") {
   for (unsigned i = 0; i < 5; ++i) CHECK(raised([&] { reach.to_b->attach(wrong, patience()); }) == "Handle");
   // With a connection all of its slots go.
   second = attach();
-  reach.to_b->close();
+  reach.to_b->close(patience());
   CHECK(raised([&] { second->write("y", 1, 0, {}, How{}); }) == "StaleHandle");
   CHECK(raised([&] { attach(); }) == "StaleHandle");
   second = nullptr, reach.target = nullptr, reach.to_b = nullptr;
@@ -491,9 +518,9 @@ TEST_CASE("shm: nothing is left of what was attached, registered or connected") 
     for (unsigned k = 0; k < 5; ++k) put(*reach.to_b->attach(reach.memory->remote(), patience()), "x", 1, 0);
     switch (i % 4) {  // in every order, and by destructors alone
       case 0: reach.memory->close(patience()); break;
-      case 1: reach.target = nullptr, reach.to_b->close(); break;
-      case 2: reach.b->close(); break;
-      case 3: reach.a->close(), reach.b->close(); break;
+      case 1: reach.target = nullptr, reach.to_b->close(patience()); break;
+      case 2: reach.b->close(patience()); break;
+      case 3: reach.a->close(patience()), reach.b->close(patience()); break;
     }
   }
   CHECK(open_fds() <= fds);
@@ -509,15 +536,15 @@ TEST_CASE("shm: closing in any order, twice, and destructors without a close") {
     const Endpoint endpoint = transport->bind(true);
     const auto connection = transport->connect(endpoint, "itself", patience());
     const auto target = connection->target(memory->remote(), patience());
-    transport->close();
-    transport->close();
+    transport->close(patience());
+    transport->close(patience());
     CHECK(transport->closed());
     CHECK(memory->closed());
-    connection->close();
+    connection->close(patience());
     memory->close(Deadline::after(0));
     memory->close(Deadline::after(0));
-    own->close();
-    own->close();
+    own->close(patience());
+    own->close(patience());
     CHECK(raised([&] { own->write("x", 1, 0, {}, How{}); }) == "StaleHandle");
     CHECK(raised([&] { target->write("x", 1, 0, {}, How{}); }) == "StaleHandle");
     CHECK(raised([&] { target->flush(patience()); }) == "StaleHandle");
@@ -537,9 +564,9 @@ TEST_CASE("shm: closing in any order, twice, and destructors without a close") {
     std::vector<char> source(4096, 'x');
     auto work = target->write(source.data(), source.size(), 0, std::nullopt, how);
     // Each is let go first in one of the rounds.
-    const std::vector<std::function<void()>> steps{[&] { target = nullptr; }, [&] { pair.to_b = nullptr; },
-                                                   [&] { memory = nullptr; }, [&] { pair.a->close(); },
-                                                   [&] { pair.b->close(); },  [&] { work = nullptr; }};
+    const std::vector<std::function<void()>> steps{
+        [&] { target = nullptr; },          [&] { pair.to_b = nullptr; },       [&] { memory = nullptr; },
+        [&] { pair.a->close(patience()); }, [&] { pair.b->close(patience()); }, [&] { work = nullptr; }};
     for (unsigned i = 0; i < steps.size(); ++i) steps[(order + i) % steps.size()]();
   }
 }
@@ -556,7 +583,7 @@ TEST_CASE("shm: a peer that closes is lost to operations and waiters") {
   };
   std::string outcome;
   std::jthread waiter([&] { outcome = wait(); });
-  reach.b->close();
+  reach.b->close(patience());
   waiter.join();
   CHECK(outcome == "ConnectionLost");
   CHECK(reach.target->peer().lost());
@@ -566,6 +593,41 @@ TEST_CASE("shm: a peer that closes is lost to operations and waiters") {
   CHECK(raised([&] { reach.target->flush(patience()); }) == "ConnectionLost");
   CHECK(describes(reach.target->describe(), "state").rfind("lost", 0) == 0);
   CHECK(wait() == "ConnectionLost");
+}
+
+TEST_CASE("shm: what a peer signalled before it was lost counts") {
+  Reach reach(64);
+  for (const std::uint64_t add : {0, 1}) {
+    const auto lost = [&] {
+      reach.target->signal(Signal{0, add}, How{});
+      fail(ErrorKind::ConnectionLost, "lost");
+    };
+    std::uint64_t value = 0;
+    const auto wait = [&] {
+      value = wait_signal(*reach.memory, reach.target->counters(), 0, 1, patience(), kSpin, "a peer", lost);
+    };
+    CHECK(raised(wait) == (add == 0 ? "ConnectionLost" : ""));
+    CHECK(value == add);
+  }
+}
+
+TEST_CASE("shm: a connection that is interrupted while it closes is closed all the same") {
+  struct Pressed {};
+  constexpr std::uint64_t kBytes = 16 << 20;
+  Reach reach(kBytes);
+  const std::vector<char> source(kBytes, 's');
+  How how;
+  how.async = true;
+  for (unsigned i = 0; i < 200; ++i) reach.target->write(source.data(), kBytes, 0, {}, how);
+  {
+    InterruptScope scope([] { throw Pressed{}; });
+    CHECK_THROWS_AS(reach.to_b->close(Deadline::never()), Pressed);
+  }
+  CHECK(reach.to_b->peer().lost());
+  CHECK_FALSE(reach.target->busy());
+  CHECK(raised([&] { reach.target->write("x", 1, 0, {}, How{}); }) == "StaleHandle");
+  CHECK(raised([&] { reach.to_b->attach(reach.memory->remote(), patience()); }) == "StaleHandle");
+  CHECK(describes(reach.a->describe(), "connections") == "0");
 }
 
 TEST_CASE("shm: closing the connection here ends a wait for that peer, too") {
@@ -583,7 +645,7 @@ TEST_CASE("shm: closing the connection here ends a wait for that peer, too") {
   });
   eventually("the wait begins", [&] { return waiting.load(); });
   const auto sleeps = reach.target->counters().get(Count::Sleeps);
-  reach.to_b->close();
+  reach.to_b->close(patience());
   waiter.join();
   CHECK(outcome == "ConnectionLost");
   CHECK(reach.target->counters().get(Count::Sleeps) <= sleeps + 1);
@@ -609,7 +671,7 @@ TEST_CASE("shm: close waits for what is under way, and after it no byte changes"
     });
     eventually("all are putting", [&] { return began == 4 && reach.count(0) > round; });
     // In every other round a target is closed first, in the middle of its operations.
-    if (round % 2 == 0) second->close();
+    if (round % 2 == 0) second->close(patience());
     reach.memory->close(patience());
     const std::vector<char> then(reach.bytes(), reach.bytes() + kBytes);
     const std::uint64_t count = reach.count(0);
@@ -681,10 +743,10 @@ TEST_CASE("shm: a transport that is closed while others use it ends them with a 
       });
     });
     eventually("they are at it", [&] { return turns > 5; });
-    a->close();
+    a->close(patience());
     users.join();
     for (const auto& outcome : outcomes) CHECK((outcome == "StaleHandle" || outcome == "ConnectionLost"));
-    b->close();
+    b->close(patience());
   }
 }
 

@@ -158,8 +158,8 @@ struct Pair {
   std::shared_ptr<Connection> to_a = b->connect(a->bind(false), "a", patience());
 
   ~Pair() {
-    a->close();
-    b->close();
+    a->close(patience());
+    b->close(patience());
   }
 };
 

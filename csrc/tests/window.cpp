@@ -1,5 +1,6 @@
 #include "core/window.h"
 
+#include "core/bench.h"
 #include "tests/support.h"
 
 namespace onesided::tests {
@@ -30,7 +31,7 @@ struct Group {
     }
   }
   ~Group() {
-    for (auto& transport : transports) transport->close();
+    for (auto& transport : transports) transport->close(patience());
   }
   Window& operator[](unsigned rank) { return *windows[rank]; }
   void signal(unsigned from, unsigned to, std::uint32_t index, std::uint64_t add = 1) {
@@ -187,10 +188,46 @@ TEST_CASE("window: flush_all goes only to who was used, and reports the first fa
 
   group[0].target("put", 1).write("x", 1, 0, {}, How{});
   group[0].target("put", 2).write("x", 1, 0, {}, How{});
-  group.transports[1]->close();
+  group.transports[1]->close(patience());
   eventually("rank 1 is lost", [&] { return group[0].target("", 1).peer().lost(); });
   CHECK(raised([&] { group[0].flush_all(patience()); }) == "ConnectionLost");
   CHECK(flushes(2) == base[2] + 1);
+
+  // Told once; who flushes that rank alone is always told.
+  CHECK(raised([&] { group[0].flush_all(patience()); }) == "");
+  for (unsigned i = 0; i < 2; ++i) {
+    CHECK(raised([&] { group[0].target("flush", 1).flush(patience()); }) == "ConnectionLost");
+  }
+  group[0].target("put", 2).write("x", 1, 0, {}, How{});
+  group.transports[2]->close(patience());
+  eventually("rank 2 is lost", [&] { return group[0].target("", 2).peer().lost(); });
+  group[0].acknowledge_lost();
+  CHECK(raised([&] { group[0].flush_all(patience()); }) == "");
+}
+
+TEST_CASE("window: close waits for asynchronous operations until its deadline, and closes everything in any case") {
+  constexpr std::uint64_t kBytes = 16 << 20;
+  How how;
+  how.async = true;
+  const std::vector<char> source(kBytes, 's');
+  for (const bool in_time : {true, false}) {
+    Group group(2, kBytes);
+    std::vector<std::shared_ptr<Work>> works;
+    for (unsigned i = 0; i < (in_time ? 10 : 100); ++i) {
+      works.push_back(group[0].target("put", i % 2).write(source.data(), kBytes, 0, {}, how));
+    }
+    const auto close = [&] { group[0].close(in_time ? Deadline::never() : Deadline::after(0)); };
+    CHECK(raised(close) == (in_time ? "" : "DeadlineExceeded"));
+    CHECK(group[0].closed());
+    CHECK(group[0].memory()->closed());
+    for (const std::int64_t rank : {0, 1}) {
+      CHECK(raised([&] { group[0].target("put", rank).write("x", 1, 0, {}, How{}); }) == "StaleHandle");
+      CHECK(raised([&] { group[0].target("put", rank).write("x", 1, 0, {}, how); }) == "StaleHandle");
+    }
+    for (const auto& work : works) CHECK(work->done());
+    CHECK(works.back()->error().has_value() == !in_time);
+    CHECK(raised(close) == "");
+  }
 }
 
 TEST_CASE("window: lost ranks end waits for anybody until they are acknowledged, and waits for them always") {
@@ -207,7 +244,7 @@ TEST_CASE("window: lost ranks end waits for anybody until they are acknowledged,
     });
   });
   eventually("they wait", [&] { return began == 3; });
-  group.transports[1]->close();
+  group.transports[1]->close(patience());
   eventually("rank 1 is lost", [&] { return group[0].lost() == std::vector<unsigned>{1}; });
   group.signal(2, 0, 2);
   waiting.join();
@@ -221,7 +258,7 @@ TEST_CASE("window: lost ranks end waits for anybody until they are acknowledged,
   CHECK(group[0].acknowledge_lost() == std::vector<unsigned>{1});
   CHECK(raised([&] { await(group[0], 0, 2, soon()); }) == "DeadlineExceeded");
   CHECK(raised([&] { await(group[0], 0, 2, soon(), 1); }) == "ConnectionLost");
-  group.transports[2]->close();
+  group.transports[2]->close(patience());
   eventually("rank 2 is lost", [&] { return group[0].lost().size() == 2; });
   CHECK(raised([&] { await(group[0], 0, 2); }) == "ConnectionLost");
   CHECK(group[0].acknowledge_lost() == std::vector<unsigned>{1, 2});
@@ -259,6 +296,8 @@ TEST_CASE("window: an attached one has no memory of its own") {
   CHECK(consume(group[0], 0) == 1);
   CHECK(raised([&] { consume(attached, 0); }) == "Unsupported");
   CHECK(raised([&] { attached.signal_value(0); }) == "Unsupported");
+  CHECK(raised([&] { bench_put_latency(attached, 0, "12345678", 8, 1, true); }) == "Unsupported");
+  CHECK(raised([] { Window("half", nullptr, {nullptr}, std::nullopt); }) == "Onesided");
   attached.flush_all(patience());
   attached.close(patience());
   CHECK(raised([&] { attached.target("put", 0).write("x", 1, 0, {}, How{}); }) == "StaleHandle");

@@ -201,6 +201,52 @@ TEST_CASE("work: drain at its deadline cancels, says so once, and keeps what fai
   CHECK(failed->error().has_value());
 }
 
+TEST_CASE("work: drain leaves alone what is issued meanwhile") {
+  Bench bench;
+  std::atomic<bool> stop{false};
+  // Each operation issues the next, so that the strand is never empty.
+  std::function<void(Checkpoint&)> again = [&](Checkpoint&) {
+    if (!stop) bench.submit(again);
+  };
+  const auto first = bench.submit(again);
+  CHECK(raised([&] { bench.strand->drain(patience()); }) == "");
+  CHECK(first->done());
+  CHECK_FALSE(bench.strand->idle());
+  stop = true;
+
+  // At the deadline, too. `later` is issued by the interrupt check, in the middle of the drain.
+  static Bench* issuer = nullptr;
+  static std::shared_ptr<Work> later = nullptr;
+  Bench other;
+  issuer = &other;
+  const auto running = other.block();
+  const auto earlier = other.submit([](Checkpoint&) {});
+  {
+    InterruptScope scope([] {
+      if (later == nullptr) later = issuer->submit([](Checkpoint&) { break_down("later"); });
+    });
+    CHECK(raised([&] { other.strand->drain(Deadline::after(0.2)); }) == "DeadlineExceeded");
+  }
+  CHECK(running->error()->kind() == ErrorKind::DeadlineExceeded);
+  CHECK(earlier->error()->kind() == ErrorKind::DeadlineExceeded);
+  REQUIRE(later != nullptr);
+  CHECK(said([&] { later->wait(patience()); }) == "later");
+  later = nullptr;
+}
+
+TEST_CASE("work: who was told of a failure is not told again by what is issued then") {
+  Bench bench;
+  unsigned told_twice = 0;
+  for (unsigned round = 0; round < rounds(2000); ++round) {
+    raised([&, bad = bench.submit([](Checkpoint&) { break_down("bad"); })] { bad->wait(patience()); });
+    const std::uint64_t told = bench.strand->failures_told();
+    bench.submit([](Checkpoint&) {})->wait(patience());
+    told_twice += bench.strand->failed_beyond(told);
+    bench.strand->drain(patience());
+  }
+  CHECK(told_twice == 0);
+}
+
 TEST_CASE("work: who issues too much is held back, up to a deadline") {
   Bench bench;
   bench.block();
@@ -236,12 +282,13 @@ TEST_CASE("work: close ends what is pending; waiters learn of it") {
   const auto queued = strand->submit([](Checkpoint&) {}, patience());
   std::string outcome;
   std::jthread waiter([&] { outcome = raised([&] { queued->wait(patience()); }); });
-  strand->close(Deadline::after(0.02));
+  CHECK_FALSE(strand->close(Deadline::after(0.02)));
   waiter.join();
   CHECK(outcome == "DeadlineExceeded");
   CHECK(running->done());
   CHECK(strand->idle());
-  strand->close(Deadline::after(0));
+  CHECK(strand->close(Deadline::after(0)));
+  CHECK(raised([&] { strand->submit([](Checkpoint&) {}, patience()); }) == "StaleHandle");
 }
 
 TEST_CASE("work: what a body holds lives until the operation is over, and no longer") {
