@@ -178,27 +178,42 @@ unsigned class_of(std::size_t nbytes) {
 
 // Keeps, for each size class, how fast each method lately was, and says which to use next. Every real piece is a
 // measurement, so nothing is spent on calibration and the choice follows the machine: memory that is touched for the
-// first time, a second core that is busy, a virtual machine that has moved. After the first rounds the losers are tried again ever more rarely.
+// first time, a second core that is busy, a virtual machine that has moved. After that,
+// one that was once faster and the others in turn are tried again, ever more rarely while the choice stays the same.
 class Chooser {
  public:
-  Chooser() { hold_over_fork(mutex_); }
+  explicit Chooser(unsigned trial_length) : trial_length_(trial_length) { hold_over_fork(mutex_); }
 
   unsigned next() {
     std::lock_guard lock(mutex_);
-    const unsigned turn = turn_++;
-    if (turn < kFirstRounds * kMethods) return usable(turn % kMethods);
-    if (turn >= look_again_) {
-      look_again_ = turn + wait_;
-      wait_ = std::min(wait_ * 2, kLongestWait);
-      return usable(explore_++ % kMethods);
+    ++turn_;
+    if (trial_left_ == 0) {
+      if (trials_ < kMethods) {
+        trial_ = usable(trials_);
+      } else {
+        const unsigned chosen = best();
+        if (chosen != chosen_) {
+          chosen_ = chosen;
+          wait_ = kShortestWait;
+          look_again_ = turn_ + wait_;
+        }
+        if (turn_ < look_again_) return chosen;
+        wait_ = std::min(wait_ * 2, kLongestWait);
+        look_again_ = turn_ + trial_length_ + wait_;
+        trial_ = trials_ % 2 == 0 ? promising() : usable(trials_ / 2 % kMethods);
+      }
+      ++trials_;
+      trial_left_ = trial_length_;
     }
-    return best();
+    --trial_left_;
+    return trial_;
   }
 
   void record(unsigned method, double gigabytes_per_second) {
     std::lock_guard lock(mutex_);
     auto& recent = recent_[method];
     recent[tries_[method]++ % recent.size()] = gigabytes_per_second;
+    if (tries_[method] >= recent.size()) ever_[method] = std::max(ever_[method], speed(method));
   }
 
   void report(const char* sizes, std::vector<CopyMeasurement>& rows) {
@@ -227,20 +242,36 @@ class Chooser {
     return best;
   }
 
-  static constexpr unsigned kFirstRounds = 4;
+  // Of those that are not chosen, the one that has once been fastest.
+  unsigned promising() const {
+    unsigned found = chosen_ == 0 ? 1 : 0;
+    for (unsigned method = 0; method < kMethods; ++method) {
+      if (method != chosen_ && ever_[method] > ever_[found]) found = method;
+    }
+    return usable(found);
+  }
+
+  static constexpr unsigned kRemembered = 4;
+  static constexpr unsigned kShortestWait = 16;
   static constexpr unsigned kLongestWait = 512;
 
+  // A trial is that many pieces one after the other: enough to forget what was, and to have the helper awake.
+  const unsigned trial_length_;
   std::mutex mutex_;
-  std::array<std::array<double, 4>, kMethods> recent_{};
+  std::array<std::array<double, kRemembered>, kMethods> recent_{};
+  std::array<double, kMethods> ever_{};
   std::array<unsigned, kMethods> tries_{};
   unsigned turn_ = 0;
-  unsigned look_again_ = kFirstRounds * kMethods + 32;
-  unsigned wait_ = 32;
-  unsigned explore_ = 0;
+  unsigned trials_ = 0;
+  unsigned trial_ = 0;  // the method that is tried
+  unsigned trial_left_ = 0;
+  unsigned chosen_ = 0;
+  unsigned look_again_ = 0;
+  unsigned wait_ = kShortestWait;
 };
 
 Chooser& chooser(unsigned size_class) {
-  static auto* const choosers = new std::array<Chooser, kClasses>;
+  static auto* const choosers = new std::array<Chooser, kClasses>{Chooser{16}, Chooser{8}, Chooser{4}};
   return (*choosers)[size_class];
 }
 

@@ -103,7 +103,8 @@ class ShmTarget::Between final : public Checkpoint {
   void pass() override {
     check_deadline();
     UnderWay::look(target_, operation_);
-    check_interrupt();
+    if (begun_) check_interrupt();  // it takes the GIL: not for a copy of one piece
+    begun_ = true;
   }
   void check_deadline() const {
     if (deadline_.passed()) {
@@ -116,6 +117,7 @@ class ShmTarget::Between final : public Checkpoint {
   const char* operation_;
   const ShmTarget& target_;
   const Deadline& deadline_;
+  bool begun_ = false;
 };
 
 // The slot goes back only here: whoever may still count on it holds this object.
