@@ -308,18 +308,21 @@ Keepalive Buffer::keep() {
 }
 
 bool Buffer::from_own(nb::handle object) {
-  if (nb::isinstance<PyView>(object) && nb::inst_ready(object)) {
+  // Both types are final: comparing is enough, and on the path of every put.
+  static const nb::handle view_type = nb::type<PyView>(), memory_type = nb::type<PyMemory>();
+  const nb::handle type = object.type();
+  if (!type.is(view_type) && !type.is(memory_type)) return false;
+  if (!nb::inst_ready(object)) return false;
+  if (type.is(view_type)) {
     const PyView& view = *nb::inst_ptr<PyView>(object);
     data_ = view.owner().lend() + view.offset;
     nbytes_ = view.nbytes;
     read_only_ = view.owner().read_only;
-  } else if (nb::isinstance<PyMemory>(object) && nb::inst_ready(object)) {
+  } else {
     PyMemory& memory = *nb::inst_ptr<PyMemory>(object);
     data_ = memory.lend();
     nbytes_ = memory.core->nbytes();
     read_only_ = memory.read_only;
-  } else {
-    return false;
   }
   return true;
 }

@@ -59,7 +59,7 @@ std::string_view bytes_of(nb::handle object, const char* what) {
 }
 
 void register_memory(nb::module_& m) {
-  nb::class_<PyMemory>(m, "Memory", nb::type_slots(memory_slots), nb::is_weak_referenceable(),
+  nb::class_<PyMemory>(m, "Memory", nb::is_final(), nb::type_slots(memory_slots), nb::is_weak_referenceable(),
                        R"(Memory of this process that peers can reach, with the signals beside it.
 
 It has the buffer protocol: `numpy.frombuffer(memory, dtype)` and `memoryview(memory)` are views of it, never copies, and
@@ -141,7 +141,8 @@ Closing twice is legal.)")
                     self.core->control().signals(), " signals", self.core->closed() ? ", closed>" : ">");
       });
 
-  nb::class_<PyView>(m, "View", nb::type_slots(view_slots), "A part of a Memory. It has the buffer protocol.")
+  nb::class_<PyView>(m, "View", nb::is_final(), nb::type_slots(view_slots),
+                     "A part of a Memory. It has the buffer protocol.")
       .def_prop_ro(
           "memory", [](PyView& self) { return self.memory; }, nb::sig("def memory(self) -> Memory"),
           "What it is a part of.")
