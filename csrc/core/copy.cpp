@@ -1,5 +1,8 @@
 #include "core/copy.h"
 
+#include <sched.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -82,8 +85,9 @@ CopyFunction streaming() {
 
 // ---- Two threads --------------------------------------------------------------------------------------------------
 
-// One helper thread for the whole process. A copy is cut into slices that both threads take from one counter, so a
-// caller never waits for a helper that has not begun, and a helper that comes late finds nothing left.
+// One helper thread for the whole process. A copy is cut into slices: the caller takes them from the front, the helper
+// from the back, until none is left. So a caller never waits for a helper that has not begun, one that comes late finds
+// nothing left, and when the same memory is copied again, each finds its part in the cache of its own core.
 class Helper {
  public:
   static constexpr unsigned kThreads = 1;
@@ -93,23 +97,28 @@ class Helper {
     std::unique_lock lock(in_use_, std::try_to_lock);
     if (!lock) return false;
     function_ = function, target_ = target, source_ = source, nbytes_ = nbytes;
-    next_.store(0, std::memory_order_relaxed);
+    left_.store(static_cast<std::int64_t>((nbytes + kSlice - 1) / kSlice), std::memory_order_relaxed);
     finished_.store(false, std::memory_order_relaxed);
+    if (const int here = ::sched_getcpu(); here != kept_off_) keep_off(here);
     state_.store(Offered);
     offer_.notify();
-    take_slices();
+    for (std::size_t slice = 0; take_slice(); ++slice) copy_slice(slice);
     // Withdraws the offer. A helper that has accepted it is in its last slice, and is waited for even if Ctrl-C was
     // pressed: it still reads the source.
-    if (state_.exchange(Idle) == Accepted) finished_.wait(false);
+    if (state_.exchange(Idle) == Accepted) {
+      for (int round = 0; round < kSpins && !finished_.load(); ++round) pause_cpu();
+      finished_.wait(false);
+    }
     return true;
   }
 
   void run() {
+    thread_.store(::gettid());
     for (;;) {
       offer_.await([this] { return state_.load() == Offered; }, Deadline::never());
       std::uint32_t offered = Offered;
       if (!state_.compare_exchange_strong(offered, Accepted)) continue;
-      take_slices();
+      for (std::size_t slice = (nbytes_ + kSlice - 1) / kSlice; take_slice();) copy_slice(--slice);
       finished_.store(true);
       finished_.notify_one();
     }
@@ -118,17 +127,31 @@ class Helper {
  private:
   enum State : std::uint32_t { Idle, Offered, Accepted };
 
-  void take_slices() {
-    for (;;) {
-      const std::size_t begin = next_.fetch_add(kSlice, std::memory_order_relaxed);
-      if (begin >= nbytes_) return;
-      function_(target_ + begin, source_ + begin, std::min(kSlice, nbytes_ - begin));
-    }
+  // The scheduler likes to wake a thread where its waker runs, and there the helper would only take turns with it: measured
+  // as copies at half the speed for milliseconds, until the scheduler balances. So it may run wherever the caller may,
+  // except there.
+  void keep_off(int processor) {
+    const pid_t thread = thread_.load();
+    cpu_set_t allowed;
+    if (processor < 0 || thread == 0 || ::sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+    CPU_CLR(static_cast<std::size_t>(processor), &allowed);
+    // Fails if nothing is left, or if the processors have changed: the helper stays where it may run.
+    if (::sched_setaffinity(thread, sizeof allowed, &allowed) == 0) kept_off_ = processor;
   }
 
-  static constexpr std::size_t kSlice = std::size_t{256} << 10;
+  bool take_slice() { return left_.fetch_sub(1, std::memory_order_relaxed) > 0; }
+
+  void copy_slice(std::size_t slice) {
+    const std::size_t begin = slice * kSlice;
+    function_(target_ + begin, source_ + begin, std::min(kSlice, nbytes_ - begin));
+  }
+
+  static constexpr std::size_t kSlice = std::size_t{64} << 10;
+  static constexpr int kSpins = 1000;  // a slice takes a few microseconds, a sleep 50
 
   std::mutex in_use_;
+  std::atomic<pid_t> thread_{0};
+  int kept_off_ = -1;
   std::atomic<std::uint32_t> state_{Idle};
   std::atomic<bool> finished_{false};
   Event offer_;
@@ -136,7 +159,7 @@ class Helper {
   char* target_ = nullptr;
   const char* source_ = nullptr;
   std::size_t nbytes_ = 0;
-  std::atomic<std::size_t> next_{0};
+  std::atomic<std::int64_t> left_{0};  // slices nobody has taken
 };
 
 // ---- Which method -------------------------------------------------------------------------------------------------
@@ -178,41 +201,44 @@ unsigned class_of(std::size_t nbytes) {
 
 // Keeps, for each size class, how fast each method lately was, and says which to use next. Every real piece is a
 // measurement, so nothing is spent on calibration and the choice follows the machine: memory that is touched for the
-// first time, a second core that is busy, a virtual machine that has moved. After that,
-// one that was once faster and the others in turn are tried again, ever more rarely while the choice stays the same.
+// first time, a second core that is busy, a virtual machine that has moved. After each method's first trial, one that was
+// once faster and the others in turn are tried again whenever the time lost by trials is under its share of all time.
 class Chooser {
  public:
-  explicit Chooser(unsigned trial_length) : trial_length_(trial_length) { hold_over_fork(mutex_); }
+  explicit Chooser(unsigned trial_length) : trial_length_(trial_length) {
+    for (auto& recent : recent_) recent.resize(trial_length);
+    hold_over_fork(mutex_);
+  }
 
-  unsigned next() {
+  unsigned next(std::size_t nbytes) {
     std::lock_guard lock(mutex_);
-    ++turn_;
     if (trial_left_ == 0) {
+      ++since_trial_;
+      chosen_ = best();
       if (trials_ < kMethods) {
         trial_ = usable(trials_);
       } else {
-        const unsigned chosen = best();
-        if (chosen != chosen_) {
-          chosen_ = chosen;
-          wait_ = kShortestWait;
-          look_again_ = turn_ + wait_;
-        }
-        if (turn_ < look_again_) return chosen;
-        wait_ = std::min(wait_ * 2, kLongestWait);
-        look_again_ = turn_ + trial_length_ + wait_;
-        trial_ = trials_ % 2 == 0 ? promising() : usable(trials_ / 2 % kMethods);
+        const unsigned candidate = trials_ % 2 == 0 ? promising() : usable(trials_ / 2 % kMethods);
+        if (since_trial_ < kShortestWait || !affordable(candidate, nbytes)) return chosen_;
+        trial_ = candidate;
       }
       ++trials_;
+      since_trial_ = 0;
       trial_left_ = trial_length_;
     }
     --trial_left_;
     return trial_;
   }
 
-  void record(unsigned method, double gigabytes_per_second) {
+  void record(unsigned method, std::size_t nbytes, double nanoseconds) {
     std::lock_guard lock(mutex_);
+    if (method != chosen_ && speed(chosen_) > 0) {
+      lost_ += std::max(0.0, nanoseconds - static_cast<double>(nbytes) / speed(chosen_));
+    }
+    copied_ += nanoseconds;
+    if (copied_ > kHorizon) copied_ /= 2, lost_ /= 2;
     auto& recent = recent_[method];
-    recent[tries_[method]++ % recent.size()] = gigabytes_per_second;
+    recent[tries_[method]++ % recent.size()] = static_cast<double>(nbytes) / nanoseconds;
     if (tries_[method] >= recent.size()) ever_[method] = std::max(ever_[method], speed(method));
   }
 
@@ -251,23 +277,30 @@ class Chooser {
     return usable(found);
   }
 
-  static constexpr unsigned kRemembered = 4;
+  // Whether a trial that goes as the last one of this method went keeps the losses within their share.
+  bool affordable(unsigned method, std::size_t nbytes) const {
+    if (speed(method) == 0) return true;
+    const double each = static_cast<double>(nbytes) * (1 / speed(method) - 1 / speed(chosen_));
+    return lost_ + trial_length_ * std::max(0.0, each) <= copied_ * kShare;
+  }
+
   static constexpr unsigned kShortestWait = 16;
-  static constexpr unsigned kLongestWait = 512;
+  static constexpr double kShare = 1.0 / 64;
+  static constexpr double kHorizon = 2e9;  // nanoseconds; what is longer ago than a few of these counts little
 
   // A trial is that many pieces one after the other: enough to forget what was, and to have the helper awake.
   const unsigned trial_length_;
   std::mutex mutex_;
-  std::array<std::array<double, kRemembered>, kMethods> recent_{};
+  std::array<std::vector<double>, kMethods> recent_;
   std::array<double, kMethods> ever_{};
   std::array<unsigned, kMethods> tries_{};
-  unsigned turn_ = 0;
+  double copied_ = 0;  // nanoseconds
+  double lost_ = 0;    // of these, by trials of methods that were slower than the best
   unsigned trials_ = 0;
+  unsigned since_trial_ = 0;
   unsigned trial_ = 0;  // the method that is tried
   unsigned trial_left_ = 0;
   unsigned chosen_ = 0;
-  unsigned look_again_ = 0;
-  unsigned wait_ = kShortestWait;
 };
 
 Chooser& chooser(unsigned size_class) {
@@ -277,11 +310,11 @@ Chooser& chooser(unsigned size_class) {
 
 void copy_piece(char* target, const char* source, std::size_t nbytes) {
   Chooser& choice = chooser(class_of(nbytes));
-  const unsigned method = choice.next();
+  const unsigned method = choice.next(nbytes);
   const auto begin = std::chrono::steady_clock::now();
   if (!copy_by(method, target, source, nbytes)) return;
   const std::chrono::duration<double, std::nano> took = std::chrono::steady_clock::now() - begin;
-  choice.record(method, static_cast<double>(nbytes) / std::max(took.count(), 1.0));
+  choice.record(method, nbytes, std::max(took.count(), 1.0));
 }
 
 bool overlap(const char* a, const char* b, std::size_t nbytes) {
