@@ -17,7 +17,7 @@ CSRC := $(shell find csrc -path csrc/tests -prune -o \( -type d -o -name '*.cpp'
 CORE := $(VENV)/.core
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test core-tests check check-install stubs format bench clean distclean
+.PHONY: help setup demo test verbs-tests core-tests check check-install stubs format bench clean distclean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'\t' '{printf "make %-14s %s\n", $$1, $$2}'
@@ -42,8 +42,12 @@ $(CORE): $(STAMP) $(CSRC)
 demo: setup  ## a trainer publishes a real model's weights to rollout workers (ARGS="--workers 3 --steps 5")
 	@$(PY) examples/rl_weight_broadcast.py $(ARGS)
 
-test: core-tests  ## all tests: C++ (plain, ASan+UBSan, TSan), then pytest (ARGS="-k name")
+test: core-tests  ## all tests: C++ (plain, ASan+UBSan, TSan), pytest, and what needs a device inside Soft-RoCE (ARGS="-k name")
 	@$(VENV)/bin/pytest $(ARGS)
+	@scripts/verbs-tests $(VENV) $(ARGS)
+
+verbs-tests: setup  ## only those tests that need an RDMA device, inside Soft-RoCE (the first time it builds a kernel: 10 minutes)
+	@scripts/verbs-tests $(VENV) $(ARGS)
 
 core-tests: setup  ## the core's own C++ tests only
 	@scripts/core-tests plain asan tsan

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     )
     from .rpc import Directory, Group, Server, run_local
     from .stats import stats
-    from .transport import RemoteMemory, ShmTransport, Work, open_transport
+    from .transport import RdmaTransport, RemoteMemory, ShmTransport, Work, open_transport
     from .windows import Window
 
 __version__ = "0.1.0"
@@ -42,6 +42,7 @@ __all__ = [
     "HandleError",
     "LayoutError",
     "OnesidedError",
+    "RdmaTransport",
     "RegistrationError",
     "RemoteAccessError",
     "RemoteMemory",
@@ -71,7 +72,7 @@ _ROOMS = {
     ],
     "rpc": ["Directory", "Group", "Server", "run_local"],
     "stats": ["stats"],
-    "transport": ["RemoteMemory", "ShmTransport", "Work", "open_transport"],
+    "transport": ["RdmaTransport", "RemoteMemory", "ShmTransport", "Work", "open_transport"],
     "windows": ["Window"],
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}

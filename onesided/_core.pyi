@@ -229,22 +229,17 @@ class Target:
     def describe(self) -> dict[str, str]:
         """The peer, the path to its memory, and its state."""
 
-class ShmTransport:
-    """Shared memory: peers on one host. See onesided.transport.ShmTransport."""
+def mixed_target(mapped: Target, device: Target) -> Target:
+    """
+    A peer on this host in a window that spans hosts: bytes by `mapped`, signals and atomics by `device`.
+    """
 
-    def __init__(self) -> None: ...
-
-    @staticmethod
-    def supported() -> bool:
-        """Whether this system can have one. Cheap, without side effect."""
-
-    @staticmethod
-    def unsupported_reason() -> str | None:
-        """Why it cannot; None if it can."""
+class Transport:
+    """What every kind of transport has. See onesided.transport.Transport."""
 
     @property
     def kind(self) -> str:
-        """'shm'."""
+        """'shm', 'rdma'."""
 
     @property
     def closed(self) -> bool:
@@ -288,6 +283,36 @@ class ShmTransport:
 
     def describe(self) -> dict[str, str]:
         """Its state and what it holds."""
+
+class ShmTransport(Transport):
+    """Shared memory: peers on one host. See onesided.transport.ShmTransport."""
+
+    def __init__(self) -> None: ...
+
+    @staticmethod
+    def supported() -> bool:
+        """Whether this system can have one. Cheap, without side effect."""
+
+    @staticmethod
+    def unsupported_reason() -> str | None:
+        """Why it cannot; None if it can."""
+
+class RdmaTransport(Transport):
+    """
+    Peers that a verbs device reaches. See onesided.transport.RdmaTransport.
+    """
+
+    def __init__(self, *, nics: list[str], address: str, depth: int, timeout: int, retries: int, mtu: int, traffic_class: int, service_level: int) -> None: ...
+
+    @staticmethod
+    def supported() -> bool:
+        """
+        Whether this system can have one. Opens every device once, and changes nothing.
+        """
+
+    @staticmethod
+    def unsupported_reason() -> str | None:
+        """Why it cannot; None if it can."""
 
 class Window:
     """The data path of onesided.windows.Window, which see."""
@@ -363,8 +388,9 @@ class Window:
         """
         Returns when all earlier operations to `peer`, or to every rank that there were any to, are visible there to all.
 
-        The target need not call anything. Raises the first failure of an asynchronous operation that nobody was told of.
-        When the deadline passes, what is left is cancelled and DeadlineExceeded is raised.
+        The target need not call anything. Raises the first failure of an asynchronous operation that nobody was told of, and
+        ConnectionLost for a rank that is lost: every time, without `peer` until acknowledge_lost(), which says that the program
+        knows. When the deadline passes, what is left is cancelled and DeadlineExceeded is raised.
         """
 
     def lost(self) -> list[int]:
@@ -372,7 +398,7 @@ class Window:
 
     def acknowledge_lost(self) -> list[int]:
         """
-        The ranks that are lost; from here on, waits without `source` go on without them.
+        The ranks that are lost; from here on, waits without `source` and flushes without `peer` go on without them.
 
         After MPI's MPIX_Comm_failure_ack (User Level Failure Mitigation): a wait for anybody cannot know whether the lost rank was
         the one, so it fails once, and goes on when told to.
@@ -398,6 +424,9 @@ class Window:
     @property
     def rank(self) -> int | None:
         """This process's rank; None on an attached window."""
+
+def host_token() -> bytes:
+    """16 bytes that processes have in common which can share memory."""
 
 def stats_snapshot() -> list[tuple[str, str, dict[str, int]]]:
     """All counters: (transport, peer, counts). See onesided.stats."""
@@ -429,4 +458,17 @@ def bench_signal_latency(window: Window, peer: int, source: object, iterations: 
 def bench_memcpy(target: object, source: object, iterations: int) -> float:
     """
     Seconds for a one-thread memcpy of buffers of one size: the limit that a put is compared with.
+    """
+
+def verbs_unavailable() -> str:
+    """Why there is no libibverbs to call; empty if there is."""
+
+def survey_ports(nics: list[str] = []) -> list[dict[str, object]]:
+    """
+    Every port of every RDMA device; `chosen` and `why` say what a transport makes of it. Unsupported without libibverbs, and for a wrong entry in `nics`.
+    """
+
+def use_verbs_table(address: int) -> None:
+    """
+    For tests: another table of functions in place of libibverbs; 0 for libibverbs again.
     """

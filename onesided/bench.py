@@ -3,11 +3,17 @@
 Every figure is a median of several rounds. Each round times, one right after the other on the same source, a
 one-thread memcpy into private memory (the limit), the operation from Python, and the same loop in C++. All memory is
 touched before. Sizes are in bytes, bandwidth in GB/s of 1e9 bytes.
+
+On a busy machine a ping-pong waits for the scheduler, a thousand times longer than for its peer. So loops end by time,
+too: a round that took too long makes the next one shorter, and a loop that took too long gets fewer rounds.
 """
 
+import contextlib
+import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -17,14 +23,18 @@ from typing import Any
 import numpy as np
 
 from . import _core
+from .errors import OnesidedError, Unsupported
 from .rpc import Group, Server
 from .windows import Window
 
-__all__ = ["OPERATIONS", "Row", "plot", "run"]
+__all__ = ["OPERATIONS", "Row", "check_plot", "plot", "run"]
 
 OPERATIONS = ("put", "get", "signal", "atomic")
 ROUNDS = 9
 ROUND_S = 0.02  # a round of one kind of loop lasts about this long
+LONG_ROUND_S = 0.2  # after one that took longer, the next is to last ROUND_S
+LOOP_S = 4.0  # after so long, a loop gets no more rounds
+MOST = 20_000  # operations in a round
 PING_PONG_LIMIT = 64 << 10  # above, the latency of a put is the time until it is flushed, not half a round trip
 PATIENCE_S = 120.0
 SPIN_S = 1.0  # the waiter of a ping-pong spins, so that the signal is timed and not the scheduler
@@ -55,20 +65,29 @@ def run(op: str, transport: str, sizes: list[int], on_size: Callable[[int], None
     with Server() as server:
         arguments = [server.address, op, transport, ",".join(map(str, sizes))]
         code = "import sys; from onesided.bench import partner; partner(*sys.argv[1:])"
-        child = subprocess.Popen([sys.executable, "-c", code, *arguments], stdin=subprocess.DEVNULL)
-        try:
-            rows = list(_side(server.address, 0, op, transport, sizes, on_size))
-            child.wait(PATIENCE_S)
-        finally:
-            child.kill()
-            child.wait()
+        # In a session of its own, so that Ctrl-C comes to this process only. It ends when its stdin does.
+        command = [sys.executable, "-c", code, *arguments]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as child:
+            try:
+                rows = list(_side(server.address, 0, op, transport, sizes, on_size))
+                child.wait(PATIENCE_S)
+            finally:
+                child.kill()
     return rows
 
 
 def partner(address: str, op: str, transport: str, sizes: str) -> None:
-    """The other process."""
-    for _ in _side(address, 1, op, transport, [int(size) for size in sizes.split(",")], None):
-        pass
+    """The other process. It prints nothing: what goes wrong here, the first one tells."""
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    with contextlib.suppress(OnesidedError):
+        for _ in _side(address, 1, op, transport, [int(size) for size in sizes.split(",")], None):
+            pass
+
+
+def _end_with_stdin() -> None:
+    with contextlib.suppress(OSError):
+        os.read(0, 1)
+    os._exit(1)
 
 
 def _side(
@@ -100,16 +119,15 @@ class _Measurement:
     def rows(self) -> Iterator[Row]:
         loops: dict[str, Callable[[int], float]] = {"python": self._python_loop(), "core": self._core_loop()}
         seconds: dict[str, list[float]] = {"limit": [], **{api: [] for api in loops}}
-        counts = {api: self._count(loop) for api, loop in loops.items()}
+        paces = {api: _Pace(self, self._count(loop)) for api, loop in loops.items()}
         memcpy_count = max(1, min(100_000, int(ROUND_S / max(self._memcpy(1), 1e-9)))) if self.leads else 1
         for _ in range(ROUNDS):
             if self.leads:
                 seconds["limit"].append(self._memcpy(memcpy_count))
             for api, loop in loops.items():
-                self.group.barrier(timeout_s=PATIENCE_S)
-                if self.leads or self._answers():
-                    seconds[api].append(loop(counts[api]))
-        latency = {api: self._latency(api, counts[api], statistics.median(seconds[api] or [0.0])) for api in loops}
+                if (count := paces[api].next()) and (self.leads or self._answers()):
+                    seconds[api].append(paces[api].took(loop(count)))
+        latency = {api: self._latency(api, paces[api].count, statistics.median(seconds[api] or [0.0])) for api in loops}
         if not self.leads:
             return
         limit = self._gbps(statistics.median(seconds["limit"]))
@@ -129,11 +147,19 @@ class _Measurement:
         return self.op == "signal"
 
     def _count(self, loop: Callable[[int], float]) -> int:
-        """How often a round runs the loop: rank 0 tries, and tells rank 1."""
-        self.group.barrier(timeout_s=PATIENCE_S)
-        trial = loop(3) if self.leads or self._answers() else 0.0
-        wanted = max(1, min(20_000, int(ROUND_S / trial))) if trial > 0 else 1
-        return int(self.group.all_gather(str(wanted).encode(), timeout_s=PATIENCE_S)[0])
+        """How often a round runs the loop: rank 0 tries, more and more often, and tells rank 1."""
+        wanted = 1
+        for tries in (3, 30, 300):
+            self.group.barrier(timeout_s=PATIENCE_S)
+            trial = loop(tries) if self.leads or self._answers() else 0.0
+            wanted = self.told(max(1, min(MOST, int(ROUND_S / trial))) if trial > 0 else 1)
+            if wanted < 10 * tries:
+                break
+        return wanted
+
+    def told(self, number: int) -> int:
+        """What rank 0 says, on both ranks."""
+        return int(self.group.all_gather(b"%d" % number, timeout_s=PATIENCE_S)[0])
 
     # ---- The loops: each runs the operation `count` times and returns seconds for one ---------------------------
 
@@ -214,20 +240,54 @@ class _Measurement:
         if self.op != "put" or not 8 <= self.size <= PING_PONG_LIMIT:
             return duration
         rounds = []
+        pace = _Pace(self, count)
         for _ in range(ROUNDS):
-            self.group.barrier(timeout_s=PATIENCE_S)
+            if not (count := pace.next()):
+                break
             if api == "python":
-                rounds.append(self._put_ping_pong(count))
+                seconds = self._put_ping_pong(count)
             else:
                 self.window.array[: self.size] = 0
                 self.group.barrier(timeout_s=PATIENCE_S)
-                rounds.append(_core.bench_put_latency(self.window, self.peer, self.source, count, self.leads))
+                seconds = _core.bench_put_latency(self.window, self.peer, self.source, count, self.leads)
+            rounds.append(pace.took(seconds))
         return statistics.median(rounds)
+
+
+class _Pace:
+    """How often each round of one loop runs it. Both ranks ask, and do what rank 0 says."""
+
+    def __init__(self, measurement: _Measurement, count: int) -> None:
+        self.count = count
+        self._measurement = measurement
+        self._spent_s = 0.0
+
+    def next(self) -> int:
+        """The count of the next round, which begins when both ranks are here; 0: there is none."""
+        said = self._measurement.told(0 if self._spent_s > LOOP_S else self.count)
+        self.count = said or self.count
+        return said
+
+    def took(self, each_s: float) -> float:
+        """Hears of the last round; returns what it is told."""
+        seconds = self.count * each_s
+        self._spent_s += seconds
+        if seconds > LONG_ROUND_S:
+            self.count = max(1, int(self.count * ROUND_S / seconds))
+        return each_s
 
 
 def words(array: Any) -> memoryview:
     """The whole 8-byte words of an array of bytes. Reading one is a third of what numpy takes for it."""
     return memoryview(array)[: len(array) // 8 * 8].cast("Q")
+
+
+def check_plot() -> None:
+    """Raises Unsupported if plot() could not draw here."""
+    try:
+        import matplotlib as mpl  # noqa: F401
+    except ImportError as error:
+        raise Unsupported(f"--plot needs matplotlib: pip install 'onesided[bench]' ({error})") from error
 
 
 def plot(rows: list[Row], path: Path) -> None:
@@ -255,5 +315,5 @@ def plot(rows: list[Row], path: Path) -> None:
         axes.legend()
     figure.suptitle(f"{rows[0].op} between two processes over {rows[0].transport}")
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, format="png")
     plt.close(figure)

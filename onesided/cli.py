@@ -1,6 +1,7 @@
-"""The command line: `onesided serve` and `onesided bench`."""
+"""The command line: `onesided serve`, `onesided bench` and `onesided doctor`."""
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,8 +51,12 @@ def to_sizes(_context: click.Context, _parameter: click.Parameter, value: str) -
 
 def to_file(_context: click.Context, _parameter: click.Parameter, value: Path | None) -> Path | None:
     """A file that can be written is found out before minutes of measuring."""
-    if value is not None and not value.absolute().parent.is_dir():
-        raise click.BadParameter(f"there is no folder {value.absolute().parent}")
+    if value is not None:
+        folder = value.absolute().parent
+        if not folder.is_dir():
+            raise click.BadParameter(f"there is no folder {folder}")
+        if not value.exists() and not os.access(folder, os.W_OK):
+            raise click.BadParameter(f"nothing can be written into {folder}")
     return value
 
 
@@ -83,8 +88,11 @@ def to_file(_context: click.Context, _parameter: click.Parameter, value: Path | 
 def bench(op: str, transport: str, sizes: list[int], json_file: Path | None, plot_file: Path | None) -> None:
     """Measure an operation between two processes, beside a one-thread memcpy in the same run.
 
-    Each size takes one to a few seconds. "python" rows time the call from Python, "core" rows the same loop in C++.
-    Latency is half a round trip for signal, and for put up to 64 KiB; else the duration of one operation.
+    Each size takes one to a few seconds, and several times that on a busy machine: two processes that answer each other
+    then wait for the scheduler. Loops end by time too, so it always comes to an end.
+
+    "python" rows time the call from Python, "core" rows the same loop in C++. Latency is half a round trip for signal,
+    and for put up to 64 KiB; else the duration of one operation.
     """
     from rich.console import Console
     from rich.status import Status
@@ -93,6 +101,8 @@ def bench(op: str, transport: str, sizes: list[int], json_file: Path | None, plo
 
     console = Console()
     try:
+        if plot_file is not None:
+            benchmark.check_plot()
         with Status("starting the second process", console=console) as status:
             rows = benchmark.run(op, transport, sizes, lambda size: status.update(f"{op} of {size:,} bytes"))
     except onesided.OnesidedError as error:
@@ -101,10 +111,7 @@ def bench(op: str, transport: str, sizes: list[int], json_file: Path | None, plo
     if json_file is not None:
         json_file.write_text(json.dumps({"rows": [row.as_dict() for row in rows]}, indent=1) + "\n")
     if plot_file is not None:
-        try:
-            benchmark.plot(rows, plot_file)
-        except ImportError as error:
-            raise click.ClickException(f"--plot needs matplotlib: pip install 'onesided[bench]' ({error})") from error
+        benchmark.plot(rows, plot_file)
 
 
 def show(rows: "list[Row]", console: object) -> None:
@@ -125,6 +132,24 @@ def show(rows: "list[Row]", console: object) -> None:
             f"{row.ratio:.2f}",
         )
     console.print(table)
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead; onesided.doctor documents it.")
+def doctor(as_json: bool) -> None:
+    """Look at RDMA devices, limits, memory and GPUs: what would be chosen, why, and what is in the way.
+
+    Changes nothing, and ends with exit status 0 whatever is found.
+    """
+    from rich.console import Console
+
+    from . import doctor as examination
+
+    report = examination.examine()
+    if as_json:
+        click.echo(json.dumps(report.as_dict(), indent=1))
+    else:
+        examination.show(report, Console())
 
 
 if __name__ == "__main__":

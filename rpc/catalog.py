@@ -86,7 +86,7 @@ class Catalog:
                 return held
             if held.owner != owner and (version or not replace):
                 raise RemoteAccessError(
-                    f"{name!r} is published by {held.owner}, which is alive; publish with replace=True to take it over"
+                    f"{name!r} is published by {held.owner}, {lease.said()}; replace=True takes the name over"
                 )
             self._drop(name)
             version = held.version + 1
@@ -191,4 +191,6 @@ class Catalog:
         near = difflib.get_close_matches(name, names[:200], n=3, cutoff=0.5)
         if near:
             return "; near it: " + ", ".join(map(repr, near))
-        return f"; {len(self._entries)} other names are" if self._entries else "; the directory is empty"
+        if not self._entries:
+            return "; the directory is empty"
+        return f"; there {'is 1 other name' if len(self._entries) == 1 else f'are {len(self._entries)} other names'}"

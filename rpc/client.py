@@ -7,7 +7,6 @@ restarted: the client puts back its membership with the last collectives, and it
 sent again.
 """
 
-import contextlib
 import itertools
 import logging
 import os
@@ -35,7 +34,8 @@ from .v1 import control_pb2_grpc as pb_grpc
 log = logging.getLogger("onesided.rpc")
 
 REPLY_S = 10.0  # for a request that does not wait, across a restart of the server
-LATE_S = 1.0  # what an answer may take beyond the deadline that the server keeps
+LATE_S = 0.5  # what a connected server may take beyond the deadline that it keeps: its answer names who is missing
+AT_ONCE_S = 0.1  # for an answer of a server that answered just now
 LEAVE_S = 2.0  # a goodbye that nobody takes ends here; the lease does the rest
 BEATS_PER_LEASE = 3
 RETRY_FIRST_S, RETRY_MOST_S = 0.02, 0.5
@@ -71,6 +71,10 @@ class _Published:
     value: bytes
     version: int
     lease_s: float
+
+
+class _Unanswered(Exception):
+    """The deadline has passed, and no server is there that could still answer."""
 
 
 class Client:
@@ -120,6 +124,7 @@ class Client:
         """Takes part in a collective; see gather.py for what it promises."""
         given = _Given(sequence, operation, payload)
         self._given = [*self._given[-1:], given]
+        deadline_s = time.monotonic() + timeout_s
         request = pb.AllGatherRequest(client_id=self.client_id, sequence=sequence, operation=operation, payload=payload)
         try:
             reply = self._call(
@@ -131,7 +136,8 @@ class Client:
         except OnesidedError as error:
             given.payload = None
             if isinstance(error, ConnectionLost):
-                self._renew()  # so that `gone` knows what the error says
+                # So that `gone` knows what the error says. The server has just answered.
+                self._renew(min(max(deadline_s - time.monotonic(), AT_ONCE_S), LATE_S))
             raise
         return list(reply.payloads)
 
@@ -208,16 +214,18 @@ class Client:
             keeper = self._keeper
         forget(self)
         self._beat_soon.set()
+        deadline_s = time.monotonic() + patience_s
         if self._entries_lock.acquire(timeout=patience_s):  # what is being put back comes before the goodbye
             self._entries_lock.release()
+        left_s = max(deadline_s - time.monotonic(), 0.0)
         if self.name or keeper is not None or self._doubtful:  # nothing was registered otherwise
             try:  # not a future: that may need a new thread, and there are none while the interpreter ends
-                self._methods["Leave"](pb.LeaveRequest(client_id=self.client_id), timeout=patience_s)
+                self._methods["Leave"](pb.LeaveRequest(client_id=self.client_id), timeout=left_s)
             except grpc.RpcError as error:
                 log.debug("goodbye to %s not taken: %s", self.address, error.details())
         self._channel.close()
         if keeper is not None and keeper is not threading.current_thread():
-            keeper.join(LEAVE_S)
+            keeper.join(max(deadline_s - time.monotonic(), 0.0))
 
     # Requests
 
@@ -230,7 +238,7 @@ class Client:
 
     def _call(self, method: str, request: Any, timeout_s: float, what: str, waits: bool = True) -> Any:
         """Sends `request` until it is answered, over restarts of the server; raises what the server answers,
-        or DeadlineExceeded."""
+        or DeadlineExceeded: at the deadline if no server is connected then, else up to LATE_S after it."""
         self._check()
         deadline_s = time.monotonic() + timeout_s
         pause_s = RETRY_FIRST_S
@@ -239,7 +247,10 @@ class Client:
             if waits:
                 request.timeout_s = left_s
             try:
-                return self._once(method, request, left_s + LATE_S)
+                return self._once(method, request, left_s, LATE_S if waits else 0.0)
+            except _Unanswered:
+                self._check()
+                raise self._silent(what, timeout_s, "no server is connected") from None
             except grpc.RpcError as error:
                 self._check()
                 answer = from_status(error)
@@ -252,26 +263,38 @@ class Client:
                 elif error.code() not in RETRY:
                     raise type(answer)(f"{what}: the control plane at {self.address}: {answer}") from None
                 if time.monotonic() >= deadline_s:
-                    raise DeadlineExceeded(
-                        f"{what}: no answer from the control plane at {self.address} within "
-                        f"{timeout_s:.3g} s ({error.details()})"
-                    ) from None
+                    raise self._silent(what, timeout_s, error.details()) from None
             if not isinstance(answer, Forgotten):
                 self._closed.wait(min(pause_s, max(deadline_s - time.monotonic(), 0.0)))
                 pause_s = min(2 * pause_s, RETRY_MOST_S)
 
-    def _once(self, method: str, request: Any, timeout_s: float) -> Any:
-        """Sends `request` once. Waits without holding off signals: whatever interrupts it cancels the
-        request."""
-        future = self._start(method, request, timeout_s)
+    def _silent(self, what: str, timeout_s: float, why: str | None) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"{what}: no answer from the control plane at {self.address} within {timeout_s:.3g} s ({why})"
+        )
+
+    def _once(self, method: str, request: Any, timeout_s: float, late_s: float = 0.0) -> Any:
+        """Sends `request` once. A server that is connected when `timeout_s` have passed gets `late_s` more. Waits
+        without holding off signals: whatever interrupts it cancels the request."""
+        future = self._start(method, request, timeout_s + late_s)
         done = threading.Event()
         future.add_done_callback(lambda _: done.set())
         try:
+            if late_s and not done.wait(min(timeout_s, threading.TIMEOUT_MAX)) and not self._connected():
+                raise _Unanswered
             done.wait()
         except BaseException:
             future.cancel()
             raise
         return future.result()
+
+    def _connected(self) -> bool:
+        """Whether a server is at the other end now. What gRPC has for it in public costs a thread that polls."""
+        ask = getattr(getattr(self._channel, "_channel", None), "check_connectivity_state", None)
+        try:
+            return ask is None or ask(False) == grpc.ChannelConnectivity.READY.value[0]
+        except ValueError:  # the channel was closed
+            return False
 
     def _start(self, method: str, request: Any, timeout_s: float) -> Any:
         """Sends `request`; returns the future of its answer."""
@@ -313,21 +336,22 @@ class Client:
     def _beat(self) -> None:
         """The heartbeat thread: renews all leases until the client is closed."""
         while not self._closed.is_set():
-            self._renew()
+            self._renew(max(self._interval_s(), LATE_S))
             self._beat_soon.wait(self._interval_s())
             self._beat_soon.clear()
 
-    def _renew(self) -> None:
+    def _renew(self, timeout_s: float) -> None:
         """One heartbeat. Failing is no loss by itself."""
+        deadline_s = time.monotonic() + timeout_s
         try:
             request = pb.HeartbeatRequest(client_id=self.client_id, member=self._member, entries=len(self._published))
-            reply = self._once("Heartbeat", request, max(self._interval_s(), LATE_S))
+            reply = self._once("Heartbeat", request, timeout_s)
             self._lose(reply.gone_ranks)
             if reply.republish:
-                self._restore_entries()
+                self._restore_entries(deadline_s + REPLY_S)
         except grpc.RpcError as error:
             if isinstance(from_status(error), Forgotten):
-                self._restored(time.monotonic() + REPLY_S)
+                self._restored(deadline_s + REPLY_S)
             else:
                 log.debug("heartbeat to %s failed: %s", self.address, error.details())
         except OnesidedError as error:
@@ -336,16 +360,19 @@ class Client:
     def _restored(self, deadline_s: float) -> Exception | None:
         """Puts back what the server has forgotten. Returns None, or why it cannot be."""
         out: Exception | None = None
-        with self._restore_lock:
-            try:
-                if self._member:
-                    out = self._resume(deadline_s)
-                self._restore_entries()
-            except grpc.RpcError as error:
-                log.debug("%s could not be put back: %s", self.client_id, error.details())
-                return out or DeadlineExceeded(f"the control plane at {self.address} went away: {error.details()}")
-            except OnesidedError as error:
-                return error
+        if not self._restore_lock.acquire(timeout=max(deadline_s - time.monotonic(), 0.0)):
+            return DeadlineExceeded(f"the control plane at {self.address} restarted, and is still being told of all")
+        try:
+            if self._member:
+                out = self._resume(deadline_s)
+            self._restore_entries(deadline_s)
+        except grpc.RpcError as error:
+            log.debug("%s could not be put back: %s", self.client_id, error.details())
+            return out or DeadlineExceeded(f"the control plane at {self.address} went away: {error.details()}")
+        except OnesidedError as error:
+            return error
+        finally:
+            self._restore_lock.release()
         log.info("the control plane at %s restarted; %s is registered again", self.address, self.client_id)
         return out
 
@@ -365,7 +392,7 @@ class Client:
                 payload=given.payload,
             )
             try:
-                self._once("Resume", request, max(deadline_s - time.monotonic(), LATE_S))
+                self._once("Resume", request, max(deadline_s - time.monotonic(), 0.0))
             except grpc.RpcError as error:
                 if not is_ours(error):
                     raise
@@ -373,16 +400,25 @@ class Client:
                 return from_status(error)
         return None
 
-    def _restore_entries(self) -> None:
+    def _restore_entries(self, deadline_s: float) -> None:
         """Publishes again what the server lost; entries that were taken over meanwhile are let go."""
-        with self._entries_lock:
+        if not self._entries_lock.acquire(timeout=max(deadline_s - time.monotonic(), 0.0)):
+            raise DeadlineExceeded(f"the control plane at {self.address} was too slow to take what was published")
+        try:
             for name in sorted(self._doubtful):
-                with contextlib.suppress(OnesidedError):  # it belongs to another, or the server is away again
-                    self.withdraw(name)
+                request = pb.WithdrawRequest(client_id=self.client_id, name=name)
+                try:
+                    self._once("Withdraw", request, max(deadline_s - time.monotonic(), 0.0))
+                except grpc.RpcError as error:
+                    if not is_ours(error):
+                        raise
+                self._doubtful.discard(name)  # gone, or another's
             names = list(self._published)
             for start in range(0, len(names), RESTORED_AT_ONCE):
                 self._check()  # nothing is put back after the goodbye
-                sent = [(name, self._restore_entry(name)) for name in names[start : start + RESTORED_AT_ONCE]]
+                sent = [
+                    (name, self._restore_entry(name, deadline_s)) for name in names[start : start + RESTORED_AT_ONCE]
+                ]
                 for name, answer in sent:
                     try:
                         answer.result()
@@ -391,8 +427,10 @@ class Client:
                             raise
                         log.warning("%r is no longer published by this process: %s", name, error.details())
                         del self._published[name]
+        finally:
+            self._entries_lock.release()
 
-    def _restore_entry(self, name: str) -> Any:
+    def _restore_entry(self, name: str, deadline_s: float) -> Any:
         published = self._published[name]
         request = pb.PublishRequest(
             client_id=self.client_id,
@@ -401,7 +439,7 @@ class Client:
             lease_s=published.lease_s,
             version=published.version,
         )
-        return self._start("Publish", request, REPLY_S)
+        return self._start("Publish", request, max(deadline_s - time.monotonic(), 0.0))
 
 
 class _WatchReader:

@@ -89,13 +89,14 @@ class Directory:
 
         Args:
             lease_s: as of the directory, for this entry alone.
-            replace: also when another client published the name and is alive.
+            replace: also when another client published the name and its lease has not ended.
 
         Returns:
             The entry as the directory holds it, with its version.
 
         Raises:
-            RemoteAccessError: another client that is alive published the name; the message names it.
+            RemoteAccessError: another client published the name, and its lease has not ended; the message names
+                it and says for how long that runs.
         """
         self._check()
         name = limits.check_name(name, "entry name")

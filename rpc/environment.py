@@ -200,7 +200,7 @@ def _store(job: Job, deadline_s: float) -> _Store:
             f"torchrun's store at MASTER_PORT can only be asked through torch ({error}): install torch, or set "
             f"ONESIDED_PORT on all ranks, or run `onesided serve` and set ONESIDED_ADDRESS"
         ) from error
-    left_s = max(deadline_s - time.monotonic(), 1.0)
+    left_s = max(deadline_s - time.monotonic(), 0.001)
     try:
         return _Store(
             TCPStore(

@@ -2,6 +2,7 @@
 small things."""
 
 import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
@@ -45,6 +46,9 @@ class Group:
     One that fails with DeadlineExceeded at one member fails so at all of them, late ones too, and the next
     starts clean. One that is interrupted by a signal has been taken part in, and the others may complete it.
     ConnectionLost is for ever: form the group anew, by leaving it and joining again.
+
+    A deadline ends a wait exactly, whether or not a server is there. Only one that is connected and silent (it was
+    stopped, or its host vanished) is given half a second more.
 
     All methods but `leave` raise StaleHandle once the group was left, and OnesidedError in a forked child.
     """
@@ -272,6 +276,7 @@ class Group:
 
     def _collective(self, operation: str, payload: bytes, timeout_s: float | None) -> list[bytes]:
         waited_s = limits.check_timeout(timeout_s)
+        deadline_s = time.monotonic() + waited_s
         if not self._turn.acquire(timeout=min(waited_s, threading.TIMEOUT_MAX)):
             raise DeadlineExceeded(
                 f"{operation} of group {self.name!r}: another thread of rank {self.rank} was in a collective for "
@@ -280,7 +285,8 @@ class Group:
         try:
             self._check()
             self._sequence += 1
-            return self._seat.gather(self._sequence, operation, payload, waited_s)
+            left_s = max(deadline_s - time.monotonic(), 0.0)
+            return self._seat.gather(self._sequence, operation, payload, left_s)
         except ConnectionLost as error:
             if self._closed:
                 raise StaleHandle(f"group {self.name!r} was left by rank {self.rank} during its {operation}") from error

@@ -6,6 +6,7 @@ clock that they set.
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable
 from typing import Generic, TypeVar, cast
 
@@ -136,6 +137,13 @@ class Lease:
         self._on_end = on_end
         self._renewed_s = timers.now_s()
         self._timer = timers.after(lease_s, self._check)
+
+    def said(self) -> str:
+        """What is known of its holder: that its lease runs. Whether it is alive, nobody knows until that ends."""
+        if self.lease_s == math.inf:
+            return "which has not left"
+        left_s = max(self._renewed_s + self.lease_s - self._timers.now_s(), 0.0)
+        return f"whose lease runs for another {left_s:.1f} s unless it is renewed"
 
     def renew(self) -> None:
         """Starts the lease again."""

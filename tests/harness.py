@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from onesided.transport import Transport
 
-from onesided import Group, Server, ShmTransport, open_transport, run_local
+from onesided import Group, RdmaTransport, Server, ShmTransport, open_transport, run_local
 from onesided.errors import ConnectionLost
 
 TESTS = Path(__file__).resolve().parent
@@ -51,7 +51,7 @@ class Kind(NamedTuple):
         return kind_named, (self.name,)
 
 
-KINDS = [Kind("shm", ShmTransport.unsupported_reason)]
+KINDS = [Kind("shm", ShmTransport.unsupported_reason), Kind("rdma", RdmaTransport.unsupported_reason)]
 
 
 def kind_named(name: str) -> Kind:

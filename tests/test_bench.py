@@ -1,11 +1,17 @@
 """`onesided bench`: the shape of what it writes, and that its figures are of the right things."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from onesided import bench
 from onesided.cli import main
 
 KEYS = {"op", "transport", "api", "size", "latency_us", "gbps", "limit_gbps", "ratio"}
@@ -36,6 +42,87 @@ def test_plot(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, ["bench", "put", "--sizes", "8,4096", "--plot", str(picture)])
     assert done.exit_code == 0, done.output
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_that_cannot_be_drawn_is_told_before_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(bench, "run", lambda *_: pytest.fail("it has measured"))
+    done = CliRunner().invoke(main, ["bench", "put", "--plot", str(tmp_path / "put.png")])
+    assert done.exit_code != 0
+    assert "--plot needs matplotlib" in done.output
+
+
+def test_the_format_is_png_whatever_the_name(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [bench.Row("put", "shm", api, 8, 1.0, 1.0, 1.0, 1.0) for api in ("python", "core")]
+    bench.plot(rows, tmp_path / "put.picture")
+    assert (tmp_path / "put.picture").read_bytes().startswith(b"\x89PNG")
+
+
+class Lone:
+    """A measurement with nobody at the other side."""
+
+    def told(self, number: int) -> int:
+        return number
+
+
+def test_loops_end_by_time() -> None:
+    pace = bench._Pace(Lone(), 20_000)  # type: ignore[arg-type]
+    assert pace.next() == 20_000
+    assert pace.took(1e-6) == 1e-6
+    assert pace.next() == 20_000
+    pace.took(1e-4)  # 2 s
+    assert pace.next() == 200
+    pace.took(1e-4)
+    assert pace.next() == 200
+    pace.took(0.02)  # 4 s
+    assert (pace.next(), pace.count) == (0, 1)
+
+
+def started(arguments: list[str]) -> tuple["subprocess.Popen[str]", int]:
+    """The benchmark in a session of its own, and the number of its second process."""
+    command = [sys.executable, "-m", "onesided", "bench", *arguments]
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    deadline_s = time.monotonic() + 30
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while not (pids := children.read_text().split()):
+        assert time.monotonic() < deadline_s, "no second process"
+        time.sleep(0.01)
+    return process, int(pids[0])
+
+
+def gone(pid: int) -> None:
+    deadline_s = time.monotonic() + 30
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < deadline_s, "the second process stays"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.3, 1.5], ids=["as it begins", "at its imports", "while it measures"])
+def test_ctrl_c_prints_no_traceback(after_s: float) -> None:
+    process, partner = started(["put", "--sizes", "8"])
+    time.sleep(after_s)
+    os.killpg(process.pid, signal.SIGINT)  # as the terminal does
+    _, errors = process.communicate(timeout=30)
+    assert "Traceback" not in errors
+    assert process.returncode != 0 or after_s > 1  # it may be done by then
+    gone(partner)
+
+
+def test_the_second_process_ends_with_the_first() -> None:
+    process, partner = started(["put", "--sizes", "8"])
+    process.kill()
+    process.communicate(timeout=30)
+    gone(partner)
+
+
+def test_the_module_is_the_command() -> None:
+    command = [sys.executable, "-m", "onesided", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("onesided, version")
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,21 @@ the target. `onesided.windows` puts ranks, names and collective creation on top,
     connection = transport.connect(endpoint_of_peer)        # at the peer
     remote = RemoteMemory.from_bytes(handle_of_peer)
     connection.write(tensor, remote, signal=0)
+
+`onesided.transport.pyverbs` is the protocol of RdmaTransport once more, to be read.
 """
 
 from onesided._core import Connection, Memory, RemoteMemory, Target, View, Work
 
-from .choose import choose_kind, open_transport
+from .choose import choose_kind, open_transport, unsupported_reasons
 from .contract import Transport
+from .rdma import RdmaTransport
 from .shm import ShmTransport
 
 __all__ = [
     "Connection",
     "Memory",
+    "RdmaTransport",
     "RemoteMemory",
     "ShmTransport",
     "Target",
@@ -29,4 +33,5 @@ __all__ = [
     "Work",
     "choose_kind",
     "open_transport",
+    "unsupported_reasons",
 ]

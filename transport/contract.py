@@ -16,7 +16,7 @@ class Transport(Protocol):
 
     @property
     def kind(self) -> str:
-        """'shm', later 'rdma' and 'tcp'."""
+        """'shm' or 'rdma'."""
 
     @property
     def closed(self) -> bool:

@@ -1,16 +1,15 @@
 """Shared memory: peers on one host."""
 
-import atexit
 import logging
-import weakref
 
 from onesided import _core
 from onesided.errors import Unsupported
 
+from .opened import close_at_exit
+
 __all__ = ["ShmTransport"]
 
 log = logging.getLogger("onesided.transport")
-log.addHandler(logging.NullHandler())
 
 
 class ShmTransport(_core.ShmTransport):
@@ -29,7 +28,7 @@ class ShmTransport(_core.ShmTransport):
             raise Unsupported(f"no shm transport on this system: {self.unsupported_reason()}")
         super().__init__()
         self._why = why
-        _open.add(self)
+        close_at_exit(self)
         log.debug("shm transport opened")
 
     def describe(self) -> dict[str, str]:
@@ -41,16 +40,3 @@ class ShmTransport(_core.ShmTransport):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-# Transports that the program left open end before the interpreter takes things apart.
-_open: "weakref.WeakSet[ShmTransport]" = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    for transport in list(_open):
-        try:
-            transport.close()
-        except Exception as error:  # noqa: BLE001 - at exit there is nobody left to raise to
-            log.warning("closing a transport at exit: %s", error)

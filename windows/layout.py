@@ -62,13 +62,15 @@ class Layout(NamedTuple):
 
 
 def layout_of(nbytes: object, shape: object, dtype: object) -> Layout:
-    """The layout for `nbytes` bytes, or for `shape` of `dtype` (torch's, numpy's, or a name; uint8 if not given)."""
+    """The layout for `nbytes` bytes, or for `shape` of `dtype` (torch's, numpy's, or a name)."""
     if (nbytes is None) == (shape is None):
         raise TypeError("give the size of the window either as nbytes or as shape and dtype")
     if nbytes is not None:
         if dtype is not None:
             raise TypeError("dtype goes with shape, not with nbytes")
         return Layout((_dimension(nbytes, "nbytes"),), "uint8", 1)
+    if dtype is None:
+        raise TypeError("give the dtype of the shape: torch's, numpy's, or a name as in dtype='float32'")
     if isinstance(shape, (str, bytes)) or not hasattr(shape, "__iter__"):
         shape = (shape,)
     name, itemsize = _element_type(dtype)
@@ -77,7 +79,7 @@ def layout_of(nbytes: object, shape: object, dtype: object) -> Layout:
 
 def _dimension(value: object, what: str) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{what} must be an integer, not {type(value).__name__}")
+        raise TypeError(f"{what} must be an integer, not {'None' if value is None else type(value).__name__}")
     number = int(value.__index__())
     if not 0 <= number < 1 << 63:
         raise BoundsError(f"{what} must lie in [0, 2**63), not {number}")
@@ -85,8 +87,6 @@ def _dimension(value: object, what: str) -> int:
 
 
 def _element_type(dtype: object) -> tuple[str, int]:
-    if dtype is None:
-        return "uint8", 1
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(dtype, torch.dtype):
         name = str(dtype).removeprefix("torch.")

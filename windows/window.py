@@ -1,20 +1,22 @@
 """The window: one memory on every rank, and how ranks come by it."""
 
+import contextlib
 import json
 import logging
 import sys
-import threading
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from onesided.transport import Memory, RemoteMemory, Target, Transport
 
 from onesided import _core
-from onesided.errors import HandleError, OnesidedError, StaleHandle, Unsupported
+from onesided.errors import ConnectionLost, DeadlineExceeded, HandleError, OnesidedError, StaleHandle, Unsupported
 
-from .exchange import Catalog, Exchange
-from .fabric import Countdown, agree, fabric_of, shared_transport
+from .exchange import Catalog, Exchange, check_directory, check_group
+from .fabric import Countdown, Registered, agree, fabric_of, shared_transport
 from .layout import Layout, layout_of
+from .names import Name
 
 __all__ = ["Window"]
 
@@ -24,6 +26,7 @@ log.addHandler(logging.NullHandler())
 DEFAULT_SIGNALS = 64
 EXPOSED_PEERS = 1024  # how many processes can attach to one exposed window at once
 RECORD_VERSION = 1
+RETRY_FIRST_S, RETRY_MOST_S = 0.02, 0.25  # between two tries to reach an owner that may be restarting
 
 W = TypeVar("W", bound="Window")
 
@@ -50,7 +53,7 @@ class Window(_core.Window):
         memory: Memory | None,
         targets: list[Target],
         rank: int | None,
-        transport: Transport,
+        kind: str,
         why: str,
         *,
         tensor: object = None,
@@ -60,7 +63,7 @@ class Window(_core.Window):
         self._layout = layout
         self._memory = memory
         self._targets: list[Target] | None = targets
-        self._transport = transport
+        self._kind = kind
         self._why = why
         self._tensor = tensor
         self._on_close = on_close
@@ -83,8 +86,9 @@ class Window(_core.Window):
     ) -> W:
         """A window over new memory on every rank, zeroed. Collective.
 
-        The size is `nbytes`, or `shape` of `dtype` (torch's, numpy's, or a name); it may differ from rank to rank and
-        be zero. `access` is what the others may do here: "r", "w" or "rw". `signals`: how many counters each rank has.
+        The size is `nbytes`, or `shape` of `dtype` (torch's, numpy's, or a name; there is no default); it may differ
+        from rank to rank and be zero. `access` is what the others may do here: "r", "w" or "rw". `signals`: how many
+        counters each rank has.
 
         Raises RegistrationError if the memory cannot be had, DeadlineExceeded if a rank does not come, OnesidedError if
         it failed on another rank; then no rank has a window.
@@ -139,12 +143,18 @@ class Window(_core.Window):
         signals: int = DEFAULT_SIGNALS,
         transport: str = "auto",
         max_peers: int = EXPOSED_PEERS,
+        replace: bool = False,
     ) -> W:
         """A window of this process alone, published under `name` for whoever attaches. Not collective.
 
         Over `tensor`, as in create(), or over new memory, as in allocate(). This process is its rank 0. The name
-        disappears when the window is closed, or when this process ends and its lease is over.
+        disappears when the window is closed or forgotten, or when this process ends and its lease is over.
+
+        Raises RemoteAccessError if the name belongs to another open window of this process, or to another process whose
+        lease has not ended: that of one that was killed runs on for a while. With `replace` the name is taken over; a
+        window that had it goes on, nameless, for those who have attached.
         """
+        check_directory(directory, name)
         if tensor is not None and not (nbytes is shape is dtype is None):
             raise TypeError("give either a tensor or the size of new memory, not both")
         layout = layout_of(nbytes, shape, dtype) if tensor is None else layout_like(tensor)
@@ -154,8 +164,11 @@ class Window(_core.Window):
             if tensor is None
             else made_by.register_memory(tensor, access, signals=signals, max_peers=max_peers)
         )
+        why = f"exposed over {made_by.kind}"
+        window: W | None = None
         try:
             targets = [made_by.loop_back(memory, f"the owner of window {name!r}")]
+            window = cls(name, layout, memory, targets, 0, made_by.kind, why, tensor=tensor)
             record = {
                 "version": RECORD_VERSION,
                 "kind": made_by.kind,
@@ -164,34 +177,58 @@ class Window(_core.Window):
                 "shape": layout.shape,
                 "dtype": layout.dtype,
             }
-            value = json.dumps(record).encode()
-            directory.publish(name, value, lease_s=lease_s)
+            published = Name(directory, name, json.dumps(record).encode())
+            published.publish(window, lease_s, replace)
         except BaseException:
-            targets = []
-            memory.close()
+            if window is None:
+                memory.close()
+            else:
+                window.close()
             raise
+        window._on_close = published.withdraw
         log.info("window %r exposed: %d bytes over %s", name, layout.nbytes, made_by.kind)
-        why = f"exposed over {made_by.kind}"
-
-        def withdraw(countdown: Countdown) -> None:
-            # On a thread of its own: a control plane that is away is not waited for longer than the caller wants, and
-            # the end of the lease takes the name away in any case.
-            work = threading.Thread(target=withdraw_if_ours, args=(directory, name, value), daemon=True)
-            work.start()
-            work.join(countdown.left_s())
-
-        return cls(name, layout, memory, targets, 0, made_by, why, tensor=tensor, on_close=withdraw)
+        return window
 
     @classmethod
     def attach(cls: type[W], directory: Catalog, name: str, *, timeout_s: float = 10.0) -> W:
         """Opens a window that another process has exposed. Not collective.
 
-        Waits up to `timeout_s` for the name to appear and for its owner to answer. The window has one rank, 0: its
-        owner. It has no memory and no signals here. Raises DeadlineExceeded if the name does not appear, ConnectionLost
-        if its owner has died, StaleHandle if it was closed, HandleError if the entry is no window.
+        Waits up to `timeout_s` for the name to appear and for its owner to answer. An owner that has died may be
+        restarting: the name is looked up again until then. The window has one rank, 0: its owner. It has no memory and
+        no signals here.
+
+        Raises DeadlineExceeded if the name does not appear, ConnectionLost if its owner has died and no other came,
+        StaleHandle if it was closed, HandleError if the entry is no window; all of them name the window.
         """
+        check_directory(directory, name)
         countdown = Countdown(timeout_s)
-        record = read_record(name, directory.lookup(name, timeout_s=timeout_s).value)
+        try:
+            return cls._attach(directory, name, timeout_s, countdown)
+        except OnesidedError as error:
+            if repr(name) in str(error):
+                raise
+            raise about(f"attaching to window {name!r}", error) from error
+
+    @classmethod
+    def _attach(cls: type[W], directory: Catalog, name: str, timeout_s: float, countdown: Countdown) -> W:
+        pause_s = RETRY_FIRST_S
+        value = directory.lookup(name, timeout_s=timeout_s).value
+        while True:
+            record = read_record(name, value)
+            try:
+                return cls._attach_to(record, name, countdown)
+            except (ConnectionLost, StaleHandle):
+                left_s = countdown.left_s()
+                time.sleep(pause_s if left_s is None else min(pause_s, left_s))
+                pause_s = min(2 * pause_s, RETRY_MOST_S)
+                left_s = countdown.left_s()
+                if left_s == 0:
+                    raise
+                with contextlib.suppress(DeadlineExceeded):  # why the owner is gone says more than that no other came
+                    value = directory.lookup(name, timeout_s=left_s or timeout_s).value
+
+    @classmethod
+    def _attach_to(cls: type[W], record: "Record", name: str, countdown: Countdown) -> W:
         made_by = shared_transport(record.kind)
         owner = f"the owner of window {name!r}"
         connection = made_by.connect(record.endpoint, name=owner, timeout_s=countdown.left_s())
@@ -208,7 +245,7 @@ class Window(_core.Window):
             None,
             [target],
             None,
-            made_by,
+            made_by.kind,
             why,
             on_close=lambda countdown: connection.close(countdown.left_s()),
         )
@@ -225,25 +262,20 @@ class Window(_core.Window):
         """`make` checks the arguments, too: a rank whose arguments are wrong must tell the others, or its next window
         would meet their present one.
         """
+        check_group(group)
         countdown = Countdown(timeout_s)
         fabric = fabric_of(group, kind, countdown)
         name = f"{group.name}/{fabric.next_window()}"
-        made: list[tuple[Layout, Memory]] = []
+        made: list[tuple[Layout, Registered]] = []
         targets: list[Target] = []
 
         def register() -> dict[str, str]:
-            made.append(make(fabric.transport))
-            return {"handle": made[0][1].handle().hex()}
+            made.append(fabric.register(make))
+            return made[0][1].handles()
 
         def attach_all() -> dict[str, str]:
-            for rank in range(group.size):
-                remote = RemoteMemory.from_bytes(bytes.fromhex(handles[rank]["handle"]))
-                connection = fabric.connections.get(rank)
-                targets.append(
-                    fabric.transport.loop_back(made[0][1])
-                    if connection is None
-                    else connection.attach(remote, countdown.left_s())
-                )
+            own = made[0][1]
+            targets.extend(fabric.attach(rank, handles[rank], own, countdown) for rank in range(group.size))
             return {}
 
         try:
@@ -251,13 +283,16 @@ class Window(_core.Window):
             agree(group, f"open window {name!r}", attach_all, countdown)
         except BaseException:
             targets.clear()
-            for _, memory in made:
-                memory.close()
+            for _, registered in made:
+                registered.close()
             raise
-        layout, memory = made[0]
-        why = f"asked for {kind!r}: all {group.size} ranks are on one host" if kind == "auto" else f"asked for {kind!r}"
-        log.info("window %r: %d bytes here, %d ranks, over %s", name, layout.nbytes, group.size, fabric.transport.kind)
-        return cls(name, layout, memory, targets, group.rank, fabric.transport, why, tensor=tensor)
+        layout, registered = made[0]
+        why = fabric.plan.why
+        log.info("window %r: %d bytes here, %d ranks, over %s", name, layout.nbytes, group.size, fabric.plan.kind)
+        window = cls(name, layout, registered.memory, targets, group.rank, fabric.plan.kind, why, tensor=tensor)
+        if near := registered.near:
+            window._on_close = lambda countdown: near.close(countdown.left_s())
+        return window
 
     # ---- This rank's memory -----------------------------------------------------------------------------------------
 
@@ -274,6 +309,16 @@ class Window(_core.Window):
     def nbytes(self) -> int:
         """Size of this rank's memory in bytes; on an attached window, of its owner's."""
         return int(self.memory.nbytes) if self._memory is not None else self._layout.nbytes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of `tensor` and `array` here; on an attached window, of its owner's."""
+        return self._layout.shape
+
+    @property
+    def dtype(self) -> str:
+        """The element type by the name that torch and numpy have for it, "float32" for instance."""
+        return self._layout.dtype
 
     @property
     def array(self) -> Any:
@@ -328,7 +373,7 @@ class Window(_core.Window):
             "nbytes": self.nbytes,
             "shape": self._layout.shape,
             "dtype": self._layout.dtype,
-            "transport": self._transport.kind,
+            "transport": self._kind,
             "why": self._why,
             "memory": None if self._memory is None else self._memory.describe(),
             "peers": [target.describe() for target in self._targets],
@@ -338,19 +383,15 @@ class Window(_core.Window):
     def __repr__(self) -> str:
         if self._targets is None:
             return f"<Window {self.name!r}, closed>"
-        where = f"rank {self.rank} of {self.size}, over {self._transport.kind}"
+        where = f"rank {self.rank} of {self.size}, over {self._kind}"
         return f"<Window {self.name!r}: {self.nbytes} bytes, {where}>"
 
 
-def withdraw_if_ours(directory: Catalog, name: str, value: bytes) -> None:
-    """Takes the name back, unless a newer window has it."""
-    try:
-        if directory.lookup(name).value == value:
-            directory.withdraw(name)
-    except HandleError:
-        log.debug("the name %r was gone already", name)
-    except OnesidedError as error:
-        log.warning("the name of window %r could not be withdrawn: %s", name, error)
+def about(what: str, error: OnesidedError) -> OnesidedError:
+    """The same error, which says first what it is about."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return type(error)(error.errno, f"{what}: {error.strerror}")
+    return type(error)(f"{what}: {error}")
 
 
 def check_device(device: object) -> None:
@@ -367,7 +408,8 @@ def layout_like(tensor: object) -> Layout:
     try:
         return layout_of(memoryview(tensor).nbytes, None, None)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"a window is made over a tensor, an array or a buffer, not {type(tensor).__name__}") from None
+        what = "None" if tensor is None else type(tensor).__name__
+        raise TypeError(f"a window is made over a tensor, an array or a buffer, not {what}") from None
 
 
 class Record(NamedTuple):

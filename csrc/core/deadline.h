@@ -18,6 +18,12 @@ class Deadline {
                     std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::max(seconds, 0.0))));
   }
 
+  Deadline sooner(const Deadline& other) const { return Deadline(std::min(at_, other.at_)); }
+  // The sooner one of this and `from_now`.
+  Deadline at_most(std::chrono::nanoseconds from_now) const {
+    return Deadline(std::min(at_, Clock::now() + std::chrono::duration_cast<Clock::duration>(from_now)));
+  }
+
   bool is_never() const { return at_ == Clock::time_point::max(); }
   bool passed() const { return !is_never() && Clock::now() >= at_; }
 

@@ -60,6 +60,7 @@ static_assert(sizeof(Event) == 8, "Event is part of the layout of shared memory"
 template <class Ready>
 bool Event::await(Ready&& ready, const Deadline& deadline, std::chrono::nanoseconds spin, bool* slept) {
   if (ready()) return true;
+  BlockingHook::before_waiting();
   if (spin = useful_spin(spin); spin.count() > 0) {
     // The clock is read after the first microsecond or so: until then it would only delay the answer.
     const auto rounds = [&] {

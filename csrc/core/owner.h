@@ -10,15 +10,23 @@ namespace onesided {
 class OwnedBy {
  public:
   bool is_me() {
-    const void* const me = &here;
+    const void* const me = name();
     const void* owner = owner_.load(std::memory_order_relaxed);
     if (owner == nullptr && owner_.compare_exchange_strong(owner, me, std::memory_order_relaxed)) return true;
     return owner == me;
   }
 
  private:
-  // Its address is the thread's name. A thread that is made after another has ended may take over its name with its words.
-  static inline thread_local char here = 0;
+  // An address that is a thread's own is its name. One that is made after another has ended may take over its name with its
+  // words. The thread pointer is such an address, and at hand; that of a variable takes a call from within a library.
+  static const void* name() {
+#if defined(__GNUC__) && __GNUC__ >= 11 && !defined(__clang__) || defined(__clang__) && __clang_major__ >= 14
+    return __builtin_thread_pointer();
+#else
+    static thread_local char here = 0;
+    return &here;
+#endif
+  }
   std::atomic<const void*> owner_{nullptr};
 };
 

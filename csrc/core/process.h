@@ -40,4 +40,34 @@ class InterruptScope {
 bool interruptible();
 void check_interrupt();
 
+// A caller that holds an interpreter's lock and hopes that an operation ends at once: while this lives, `begin` is called once
+// if the operation has to wait after all, just before it does.
+class BlockingHook {
+ public:
+  using Begin = void (*)(void*);
+  BlockingHook(Begin begin, void* with) : outer_begin_(begin_), outer_with_(with_) {
+    begin_ = begin;
+    with_ = with;
+  }
+  ~BlockingHook() {
+    begin_ = outer_begin_;
+    with_ = outer_with_;
+  }
+  BlockingHook(const BlockingHook&) = delete;
+  BlockingHook& operator=(const BlockingHook&) = delete;
+
+  static void before_waiting() {
+    if (begin_ == nullptr) return;
+    const Begin begin = begin_;
+    begin_ = nullptr;
+    begin(with_);
+  }
+
+ private:
+  static inline thread_local Begin begin_ = nullptr;
+  static inline thread_local void* with_ = nullptr;
+  Begin outer_begin_;
+  void* outer_with_;
+};
+
 }  // namespace onesided

@@ -34,11 +34,35 @@ struct Signal {
   std::uint64_t add;
 };
 
-// How an operation is to run. `keep` holds the buffer of an asynchronous one.
+class Memory;
+
+// The memory of one object of the caller's, a tensor's storage for instance, from its birth to its death. What transports keep
+// of it (a registration) is found by this and never by an address: the same address may be another object's tomorrow.
+class Allocation {
+ public:
+  Allocation(void* data, std::uint64_t nbytes) : data_(static_cast<char*>(data)), nbytes_(nbytes) {}
+
+  char* data() const { return data_; }
+  std::uint64_t nbytes() const { return nbytes_; }
+  // What the transport `owner` keeps here; made by `make` the first time. It goes with the object.
+  std::shared_ptr<void> kept(const void* owner, const std::function<std::shared_ptr<void>()>& make);
+  void forget(const void* owner);
+
+ private:
+  char* const data_;
+  const std::uint64_t nbytes_;
+  std::mutex mutex_;
+  std::vector<std::pair<const void*, std::shared_ptr<void>>> kept_;
+};
+
+// How an operation is to run. `keep` holds the buffer of an asynchronous one. `memory` or `allocation` is what the buffer
+// is a part of, if that is known; both may be null.
 struct How {
   bool async = false;
   Deadline deadline = Deadline::never();
   Keepalive keep;
+  const Memory* memory = nullptr;
+  std::shared_ptr<Allocation> allocation;
 };
 
 // Whether the process at the other end is still there. Written by the transport's own thread, read on every operation.
@@ -70,6 +94,8 @@ class Memory {
   virtual Access access() const = 0;
   virtual RemoteMemory remote() const = 0;  // what its handle says
   virtual const Control& control() const = 0;
+  // True if its signals are written by devices, which wake nobody: who waits for one has to look now and then.
+  virtual bool silent() const { return false; }
   virtual bool closed() const = 0;
   // Throws if this process may not use it (it was made before a fork). `what` names it.
   virtual void check_usable(const char* what) const = 0;
@@ -91,18 +117,23 @@ class Target : public std::enable_shared_from_this<Target> {
                                       const std::optional<Signal>& signal, const How& how) = 0;
   virtual std::shared_ptr<Work> read(void* destination, std::uint64_t nbytes, std::uint64_t offset, const How& how) = 0;
   virtual std::shared_ptr<Work> signal(const Signal& signal, const How& how) = 0;
-  virtual std::uint64_t fetch_add(std::uint64_t offset, std::uint64_t add) = 0;
-  virtual std::uint64_t compare_swap(std::uint64_t offset, std::uint64_t expected, std::uint64_t desired) = 0;
+  virtual std::uint64_t fetch_add(std::uint64_t offset, std::uint64_t add,
+                                  const Deadline& deadline = Deadline::never()) = 0;
+  virtual std::uint64_t compare_swap(std::uint64_t offset, std::uint64_t expected, std::uint64_t desired,
+                                     const Deadline& deadline = Deadline::never()) = 0;
   virtual void flush(const Deadline& deadline) = 0;
   // Waits for asynchronous operations until the deadline, then cancels the rest. It is closed in every case;
   // DeadlineExceeded if something had to be cancelled.
   virtual void close(const Deadline& deadline) = 0;
 
-  // True while asynchronous operations are not over: a signal, a flush or a close would wait for them.
+  // True if a signal, a flush or a close would wait: for asynchronous operations that are not over, or for the network.
   virtual bool busy() const = 0;
+  // True if an operation of so many bytes is faster when How::allocation is given.
+  virtual bool wants_allocation(std::uint64_t) const { return false; }
   // True if an operation was issued since the last flush.
   virtual bool unflushed() const = 0;
   virtual std::uint64_t nbytes() const = 0;
+  virtual std::uint32_t signals() const = 0;
   virtual const PeerState& peer() const = 0;
   virtual Counters& counters() const = 0;
   virtual Description describe() const = 0;
@@ -139,7 +170,7 @@ class Transport {
   virtual std::shared_ptr<Target> loop_back(const std::shared_ptr<Memory>& memory, const std::string& name) = 0;
   virtual Endpoint bind(bool shared) = 0;
   virtual std::shared_ptr<Connection> connect(const Endpoint& peer, const std::string& name,
-                                              const Deadline& deadline) = 0;
+                                              const Deadline& deadline = Deadline::never()) = 0;
   // Closes connections, then memories, then itself. It stays open for another try if a memory does (see Memory::close).
   virtual void close(const Deadline& deadline) = 0;
   virtual bool closed() const = 0;

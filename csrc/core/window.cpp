@@ -14,7 +14,8 @@ Window::Window(std::string name, std::shared_ptr<Memory> memory, std::vector<std
       rank_(rank),
       waits_(counters_for("window", name_)),
       made_in_(fork_generation()),
-      acknowledged_(targets_.size()) {
+      acknowledged_(targets_.size()),
+      unsettled_(targets_.size()) {
   for (std::size_t rank = 0; rank < targets_.size(); ++rank) {
     if (targets_[rank] == nullptr) fail(ErrorKind::Onesided, "window '", name_, "' has no target for rank ", rank);
   }
@@ -71,15 +72,27 @@ std::uint64_t Window::signal_value(std::uint32_t index) const {
   return control.signal(index).load(std::memory_order_seq_cst);
 }
 
+void Window::flush(std::int64_t peer, const Deadline& deadline) {
+  Target& target = this->target("flush", peer);
+  try {
+    target.flush(deadline);
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::ConnectionLost || target.peer().lost()) {
+      unsettled_[static_cast<std::size_t>(peer)].store(true);
+    }
+    throw;
+  }
+}
+
 void Window::flush_all(const Deadline& deadline) {
   std::exception_ptr first;
   check_not_forked(made_in_, "this window");
   if (closed()) fail(ErrorKind::StaleHandle, "flush: this window is closed");
   for (std::size_t rank = 0; rank < targets_.size(); ++rank) {
     Target& target = *targets_[rank];
-    if (!target.unflushed() && !target.busy()) continue;
+    if (!target.unflushed() && !target.busy() && !unsettled_[rank].load()) continue;
     try {
-      target.flush(deadline);
+      flush(static_cast<std::int64_t>(rank), deadline);
     } catch (const Error&) {
       if (first == nullptr && !acknowledged_[rank].load()) first = std::current_exception();
     }

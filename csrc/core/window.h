@@ -43,11 +43,13 @@ class Window {
                             std::chrono::nanoseconds spin);
   std::uint64_t signal_value(std::uint32_t index) const;
 
+  void flush(std::int64_t peer, const Deadline& deadline);
   // All peers that operations were issued to since the last flush; if some fail, the others are still flushed and the first
-  // failure is thrown. Ranks that were acknowledged as lost do not count.
+  // failure is thrown. Of a lost one, what was issued can never be seen to be there: it fails every time. Ranks that were
+  // acknowledged as lost do not count.
   void flush_all(const Deadline& deadline);
 
-  // The ranks that are lost now. From here on, waits without `source` do not fail because of them.
+  // The ranks that are lost now. From here on, waits without `source` and flush_all do not fail because of them.
   std::vector<unsigned> acknowledge_lost();
   std::vector<unsigned> lost() const;
 
@@ -70,6 +72,7 @@ class Window {
   const std::uint32_t made_in_;
   std::atomic<bool> closed_{false};
   std::vector<std::atomic<bool>> acknowledged_;
+  std::vector<std::atomic<bool>> unsettled_;  // a flush of this rank failed because it is lost
   std::mutex consumed_mutex_;
   std::map<std::uint32_t, std::uint64_t> consumed_;
 };

@@ -52,22 +52,23 @@ Error cancelled_error() {
 // ---- Work ---------------------------------------------------------------------------------------------------------
 
 const std::shared_ptr<Work>& Work::completed() {
-  static const auto* const work = [] {
-    auto* made = new std::shared_ptr<Work>(std::make_shared<Work>(nullptr));
-    (*made)->state_.store(Succeeded);
-    return made;
-  }();
+  struct Completed final : Work {
+    bool done() override { return true; }
+    void wait(const Deadline&) override {}
+    std::optional<Error> error() override { return std::nullopt; }
+  };
+  static const auto* const work = new std::shared_ptr<Work>(std::make_shared<Completed>());
   return *work;
 }
 
-void Work::finish(std::optional<Error> error) {
+void StrandWork::finish(std::optional<Error> error) {
   const State outcome = error ? Failed : Succeeded;
   error_ = std::move(error);
   state_.store(outcome, std::memory_order_seq_cst);
   finished_.notify();
 }
 
-void Work::wait(const Deadline& deadline) {
+void StrandWork::wait(const Deadline& deadline) {
   if (!done()) {
     check_not_forked(strand_->made_in_, "this operation");
     if (!finished_.await([this] { return done(); }, deadline)) strand_->cancel(shared_from_this());
@@ -76,7 +77,7 @@ void Work::wait(const Deadline& deadline) {
   if (state_.load(std::memory_order_acquire) == Failed) throw *error_;
 }
 
-std::optional<Error> Work::error() {
+std::optional<Error> StrandWork::error() {
   if (state_.load(std::memory_order_acquire) != Failed) return std::nullopt;
   observed_.store(true);
   return error_;
@@ -84,10 +85,10 @@ std::optional<Error> Work::error() {
 
 // ---- Strand -------------------------------------------------------------------------------------------------------
 
-std::shared_ptr<Work> Strand::submit(Work::Body body, const Deadline& deadline) {
+std::shared_ptr<StrandWork> Strand::submit(StrandWork::Body body, const Deadline& deadline) {
   check_not_forked(made_in_, "this window");
   Pool& pool = background<Pool>();  // first, as it may fail
-  auto work = std::make_shared<Work>(shared_from_this());
+  auto work = std::make_shared<StrandWork>(shared_from_this());
   work->body_ = std::move(body);
   std::unique_lock lock(mutex_);
   while (queue_.size() >= kMostQueued) {
@@ -116,7 +117,7 @@ std::shared_ptr<Work> Strand::submit(Work::Body body, const Deadline& deadline) 
 }
 
 bool Strand::run_one() {
-  std::shared_ptr<Work> work;
+  std::shared_ptr<StrandWork> work;
   {
     std::lock_guard lock(mutex_);
     if (queue_.empty()) {
@@ -125,13 +126,13 @@ bool Strand::run_one() {
     }
     work = running_ = queue_.front();
     queue_.pop_front();
-    work->state_.store(Work::Running);
+    work->state_.store(StrandWork::Running);
   }
   changed_.notify();
 
   struct Cancellable final : Checkpoint {
-    Work& work;
-    explicit Cancellable(Work& running) : work(running) {}
+    StrandWork& work;
+    explicit Cancellable(StrandWork& running) : work(running) {}
     void pass() override {
       if (work.cancelled_.load(std::memory_order_relaxed)) throw cancelled_error();
     }
@@ -144,7 +145,7 @@ bool Strand::run_one() {
   } catch (const std::exception& raised) {
     error = Error(ErrorKind::Onesided, raised.what());
   }
-  const Work::Body body = std::move(work->body_);  // destroyed last: it may own the object that owns this strand
+  const StrandWork::Body body = std::move(work->body_);  // destroyed last: it may own the object that owns this strand
   bool more;
   {
     std::lock_guard lock(mutex_);
@@ -157,7 +158,7 @@ bool Strand::run_one() {
 }
 
 // With mutex_ held, so that who is told the outcome and then asks this strand finds it counted.
-void Strand::settle(const std::shared_ptr<Work>& work, std::optional<Error> error) {
+void Strand::settle(const std::shared_ptr<StrandWork>& work, std::optional<Error> error) {
   failures_ += error.has_value();
   const bool remember = error && failed_.size() < kMostQueued;
   work->finish(std::move(error));
@@ -185,7 +186,7 @@ bool Strand::failed_beyond(std::uint64_t told) {
   return failures_ > told;
 }
 
-void Strand::cancel(const std::shared_ptr<Work>& work) {
+void Strand::cancel(const std::shared_ptr<StrandWork>& work) {
   std::unique_lock lock(mutex_);
   if (work->done()) return;
   if (running_ == work) {

@@ -16,30 +16,38 @@
 
 namespace onesided {
 
+// One operation. Done means complete at both ends: the source may be reused, and the bytes are visible to the target.
+class Work {
+ public:
+  virtual ~Work() = default;
+
+  // What an operation that was over when it returned hands out; always the same object.
+  static const std::shared_ptr<Work>& completed();
+
+  virtual bool done() = 0;
+  // Returns when the operation succeeded; throws its error if it failed. A deadline is a fence: when it passes, the
+  // operation is cancelled, with all that were queued behind it for the same peer (they may depend on it), and this
+  // throws DeadlineExceeded only when the source will not be read again. If the operation succeeded in the last moment,
+  // it returns. An interrupt (Ctrl-C) ends the wait, not the operation.
+  virtual void wait(const Deadline& deadline) = 0;
+  // The error of a failed operation; nothing if it succeeded or is still under way.
+  virtual std::optional<Error> error() = 0;
+};
+
 class Strand;
 
-// One operation. Done means complete at both ends: the source may be reused, and the bytes are visible to the target.
-class Work : public std::enable_shared_from_this<Work> {
+// An operation that a thread of the pool runs.
+class StrandWork final : public Work, public std::enable_shared_from_this<StrandWork> {
  public:
   // It owns whatever it captured (the source, the connection) until the operation is over. It calls Checkpoint::pass
   // between pieces.
   using Body = std::function<void(Checkpoint&)>;
 
-  explicit Work(std::shared_ptr<Strand> strand) : strand_(std::move(strand)) {}
+  explicit StrandWork(std::shared_ptr<Strand> strand) : strand_(std::move(strand)) {}
 
-  // What an operation that was over when it returned hands out; always the same object.
-  static const std::shared_ptr<Work>& completed();
-
-  bool done() const { return state_.load(std::memory_order_seq_cst) >= Succeeded; }
-
-  // Returns when the operation succeeded; throws its error if it failed. A deadline is a fence: when it passes, the
-  // operation is cancelled, with all that were queued behind it for the same peer (they may depend on it), and this
-  // throws DeadlineExceeded only when the source will not be read again. If the operation succeeded in the last moment,
-  // it returns. An interrupt (Ctrl-C) ends the wait, not the operation.
-  void wait(const Deadline& deadline);
-
-  // The error of a failed operation; nothing if it succeeded or is still under way.
-  std::optional<Error> error();
+  bool done() override { return state_.load(std::memory_order_seq_cst) >= Succeeded; }
+  void wait(const Deadline& deadline) override;
+  std::optional<Error> error() override;
 
  private:
   friend class Strand;
@@ -65,7 +73,7 @@ class Strand : public std::enable_shared_from_this<Strand> {
   static constexpr std::size_t kMostQueued = 4096;
 
   // Queues `body`. Waits for room until the deadline. StaleHandle once close() has begun.
-  std::shared_ptr<Work> submit(Work::Body body, const Deadline& deadline);
+  std::shared_ptr<StrandWork> submit(StrandWork::Body body, const Deadline& deadline);
 
   // Waits until everything issued before is over; what is issued meanwhile is left alone. Throws the first failure that
   // nobody has been told of. When the deadline passes, cancels what is left and throws DeadlineExceeded.
@@ -84,15 +92,15 @@ class Strand : public std::enable_shared_from_this<Strand> {
   bool idle() const { return unsettled_.load(std::memory_order_acquire) == 0; }
 
   // Ends `work`, if it has not ended, and all that was queued after it. Returns when nothing of them runs any more.
-  void cancel(const std::shared_ptr<Work>& work);
+  void cancel(const std::shared_ptr<StrandWork>& work);
 
   // One turn on a pool thread: runs the first operation; returns true if there are more.
   bool run_one();
 
  private:
-  friend class Work;
-  using Queue = std::deque<std::shared_ptr<Work>>;
-  void settle(const std::shared_ptr<Work>& work, std::optional<Error> error);
+  friend class StrandWork;
+  using Queue = std::deque<std::shared_ptr<StrandWork>>;
+  void settle(const std::shared_ptr<StrandWork>& work, std::optional<Error> error);
   void end_queued(std::unique_lock<std::mutex>& lock, Queue::iterator first, Queue::iterator last);
   template <class Which>
   void forget_failures(Which&& which);
@@ -102,7 +110,7 @@ class Strand : public std::enable_shared_from_this<Strand> {
   const std::uint32_t made_in_ = fork_generation();
   std::mutex mutex_;
   Queue queue_;
-  std::shared_ptr<Work> running_;
+  std::shared_ptr<StrandWork> running_;
   std::atomic<std::uint64_t> issued_{0};  // the number of the newest operation
   bool closing_ = false;
   bool scheduled_ = false;                 // a pool thread has this strand, or will

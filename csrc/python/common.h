@@ -27,6 +27,7 @@ void register_memory(nb::module_& m);
 void register_transport(nb::module_& m);
 void register_window(nb::module_& m);
 void register_tools(nb::module_& m);
+void register_doctor(nb::module_& m);
 
 // ---- Waiting --------------------------------------------------------------------------------------------------------
 
@@ -67,6 +68,26 @@ class Blocking {
   InterruptScope interruptible_;
 };
 
+// The same, but only when and if the data plane comes to a point where it has to wait. `owner` is held on to then: another
+// thread may let go of it.
+template <class Owner>
+class BlockingIfItWaits {
+ public:
+  explicit BlockingIfItWaits(const std::shared_ptr<Owner>& owner) : owner_(owner), hook_(begin, this) {}
+
+ private:
+  static void begin(void* self) {
+    auto& me = *static_cast<BlockingIfItWaits*>(self);
+    me.held_ = me.owner_;
+    me.blocking_.emplace();
+  }
+
+  const std::shared_ptr<Owner>& owner_;
+  std::shared_ptr<Owner> held_;
+  std::optional<Blocking> blocking_;
+  BlockingHook hook_;
+};
+
 // Letting go of the GIL costs about as much as copying this much.
 inline constexpr std::uint64_t kCopyUnderGil = 32 << 10;
 
@@ -79,8 +100,22 @@ std::uint32_t to_u32(nb::handle value, const char* what);
 std::uint64_t to_word(nb::handle value, const char* what);
 // A rank; whether it exists is for the window to say.
 std::int64_t to_rank(nb::handle value);
+// True or False.
+bool to_flag(nb::handle value, const char* what);
+std::string to_string(nb::handle value, const char* what);
 // None or a number of seconds, at least 0.
 Deadline to_deadline(nb::handle timeout_s);
+
+// "None", or the name of the type: what was given in place of what `must be`.
+std::string type_of(nb::handle object);
+
+// The C++ object behind `object`; TypeError that names both if it is of another type, None included.
+template <class T>
+T& to_instance(nb::handle object, const char* what, const char* type) {
+  if (!nb::isinstance<T>(object) || !nb::inst_ready(object))
+    throw nb::type_error(text(what, " must be a ", type, ", not ", type_of(object)).c_str());
+  return *nb::inst_ptr<T>(object);
+}
 
 nb::dict to_dict(const Description& description);
 
@@ -92,12 +127,31 @@ Keepalive keep_object(nb::handle object);
 // Releases at once what was let go of so far: for the end of a close(), where no lock of the library is held.
 void release_kept_objects();
 
+// What a buffer is for: its name in messages, and what helps if its bytes are strided, or not its values.
+struct Purpose {
+  const char* name;
+  const char* if_strided;
+  const char* if_lazy;
+};
+inline constexpr Purpose kSource{"the source", "pass x.contiguous(), or put it row by row",
+                                 "pass x.resolve_conj().resolve_neg()"};
+// A copy would be filled here, and lost.
+inline constexpr Purpose kDestination{"the destination", "get into a contiguous tensor, then x.copy_(it)",
+                                      "get into a plain tensor, then x.copy_(it)"};
+// A window over a copy would never be seen in x.
+inline constexpr Purpose kWindowMemory{
+    "the memory to register", "make the window over a contiguous tensor and use that one from then on, in place of x",
+    "make the window over x.resolve_conj().resolve_neg() and use that one from then on, in place of x"};
+
+// Tells `how` of which memory or allocation the buffer of `object` is a part, as far as that can be known.
+void identify(nb::handle object, How& how);
+
 // The bytes of a Memory, a View, a tensor or any object with the buffer protocol, for the length of one call.
 class Buffer {
  public:
   // Throws TypeError if `object` has no bytes; LayoutError, naming `what`, if they are strided, of Python objects, or
   // read-only where `writable` is asked; Unsupported if they are not in host memory.
-  Buffer(nb::handle object, const char* what, bool writable);
+  Buffer(nb::handle object, const Purpose& what, bool writable);
   ~Buffer();
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
@@ -105,15 +159,16 @@ class Buffer {
   void* data() const { return data_; }
   std::uint64_t nbytes() const { return nbytes_; }
   bool read_only() const { return read_only_; }
+  nb::handle object() const { return object_; }
   // Keeps object and bytes beyond the call.
   Keepalive keep();
 
  private:
   bool from_own(nb::handle object);
-  bool from_exchange(nb::handle object, const char* what);
-  void from_torch(nb::handle object, const char* what);
-  void set(void* data, std::uint64_t nbytes, nb::handle object, const char* what);
-  void from_protocol(nb::handle object, const char* what, bool writable);
+  bool from_exchange(nb::handle object, const Purpose& what);
+  void from_torch(nb::handle object, const Purpose& what);
+  void set(void* data, std::uint64_t nbytes, nb::handle object, const Purpose& what);
+  void from_protocol(nb::handle object, const Purpose& what, bool writable);
 
   PyObject* const object_;
   void* data_ = nullptr;

@@ -53,8 +53,7 @@ nb::bytes to_bytes(const std::string& bytes) {
 }  // namespace
 
 std::string_view bytes_of(nb::handle object, const char* what) {
-  if (!PyBytes_Check(object.ptr()))
-    throw nb::type_error(text(what, " must be bytes, not ", Py_TYPE(object.ptr())->tp_name).c_str());
+  if (!PyBytes_Check(object.ptr())) throw nb::type_error(text(what, " must be bytes, not ", type_of(object)).c_str());
   return {PyBytes_AS_STRING(object.ptr()), static_cast<std::size_t>(PyBytes_GET_SIZE(object.ptr()))};
 }
 
@@ -82,7 +81,7 @@ stay valid after close() for as long as they live.)")
             const auto [offset, length] = to_range(offset_bytes, nbytes, nb::inst_ptr<PyMemory>(self)->core->nbytes());
             return PyView{nb::borrow(self), offset, length};
           },
-          nb::arg("offset_bytes") = 0, nb::arg("nbytes").none() = nb::none(),
+          nb::arg("offset_bytes").none() = 0, nb::arg("nbytes").none() = nb::none(),
           nb::sig("def view(self, offset_bytes: int = 0, nbytes: int | None = None) -> View"),
           "A part of it, up to the end without `nbytes`: the cheapest source and destination of operations.")
       .def(
@@ -105,7 +104,7 @@ stay valid after close() for as long as they live.)")
             Blocking blocking;
             return wait_signal(*memory, *counters, signal, count, deadline, kSpin, "a peer", [] {});
           },
-          nb::arg("index"), nb::arg("at_least"), nb::arg("timeout_s").none() = nb::none(),
+          nb::arg("index").none(), nb::arg("at_least").none(), nb::arg("timeout_s").none() = nb::none(),
           nb::sig("def wait_signal(self, index: int, at_least: int, timeout_s: float | None = None) -> int"),
           "Waits until signal `index` has reached `at_least`, and returns its count. DeadlineExceeded, StaleHandle.")
       .def(
@@ -115,7 +114,8 @@ stay valid after close() for as long as they live.)")
             check_signal("signal_value", "this memory", signal, self.core->control().signals());
             return self.core->control().signal(signal).load();
           },
-          nb::arg("index"), nb::sig("def signal_value(self, index: int) -> int"), "The count of signal `index` now.")
+          nb::arg("index").none(), nb::sig("def signal_value(self, index: int) -> int"),
+          "The count of signal `index` now.")
       .def(
           "close",
           [](PyMemory& self, nb::handle timeout_s) {
@@ -154,7 +154,7 @@ Closing twice is legal.)")
             const auto [offset, length] = to_range(offset_bytes, nbytes, self.nbytes);
             return PyView{self.memory, self.offset + offset, length};
           },
-          nb::arg("offset_bytes") = 0, nb::arg("nbytes").none() = nb::none(),
+          nb::arg("offset_bytes").none() = 0, nb::arg("nbytes").none() = nb::none(),
           nb::sig("def view(self, offset_bytes: int = 0, nbytes: int | None = None) -> View"), "A part of this part.")
       .def("__len__", [](PyView& self) { return self.nbytes; })
       .def("__repr__", [](PyView& self) { return text("<View of ", self.nbytes, " bytes at ", self.offset, ">"); });
@@ -164,7 +164,7 @@ Closing twice is legal.)")
 It is a value: it can be pickled, compared and cut, and gives access to nothing without a connection to its peer.)")
       .def_static(
           "from_bytes", [](nb::handle handle) { return RemoteMemory::from_bytes(bytes_of(handle, "a handle")); },
-          nb::arg("handle"), nb::sig("def from_bytes(handle: bytes) -> RemoteMemory"),
+          nb::arg("handle").none(), nb::sig("def from_bytes(handle: bytes) -> RemoteMemory"),
           "Reads what Memory.handle() wrote. HandleError for every other byte string.")
       .def(
           "to_bytes", [](RemoteMemory& self) { return to_bytes(self.to_bytes()); },
@@ -185,7 +185,7 @@ It is a value: it can be pickled, compared and cut, and gives access to nothing 
             part.nbytes = length;
             return part;
           },
-          nb::arg("offset_bytes") = 0, nb::arg("nbytes").none() = nb::none(),
+          nb::arg("offset_bytes").none() = 0, nb::arg("nbytes").none() = nb::none(),
           nb::sig("def view(self, offset_bytes: int = 0, nbytes: int | None = None) -> RemoteMemory"), "A part of it.")
       .def(
           "__eq__",
@@ -208,7 +208,7 @@ It is a value: it can be pickled, compared and cut, and gives access to nothing 
           [](RemoteMemory& self, nb::handle handle) {
             new (&self) RemoteMemory(RemoteMemory::from_bytes(bytes_of(handle, "a handle")));
           },
-          nb::arg("handle"), nb::sig("def __setstate__(self, handle: bytes) -> None"))
+          nb::arg("handle").none(), nb::sig("def __setstate__(self, handle: bytes) -> None"))
       .def("__repr__", [](RemoteMemory& self) {
         return text("<RemoteMemory of ", self.nbytes, " bytes at ", self.offset, ", ", name_of(self.kind), ", access '",
                     name_of(self.access), "'>");

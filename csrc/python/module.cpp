@@ -11,4 +11,5 @@ NB_MODULE(_core, m) {
   register_transport(m);
   register_window(m);
   register_tools(m);
+  register_doctor(m);
 }

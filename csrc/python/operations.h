@@ -5,6 +5,9 @@
 
 namespace onesided::python {
 
+// No transport cares where so few bytes lie.
+inline constexpr std::uint64_t kNeverIdentified = 4096;
+
 inline std::optional<Signal> to_signal(nb::handle index, nb::handle add) {
   if (index.is_none()) return std::nullopt;
   return Signal{to_u32(index, "signal index"), to_word(add, "add")};
@@ -20,6 +23,7 @@ nb::object run(bool lets_go, const std::shared_ptr<Owner>& owner, Operation&& op
     Blocking blocking;
     work = operation();
   } else {
+    BlockingIfItWaits<Owner> blocking(owner);
     work = operation();
   }
   return to_python(work);
@@ -33,6 +37,15 @@ inline How how(bool async_op, const Deadline& deadline, Buffer& buffer) {
   return how;
 }
 
+// The same with what can be known of the buffer's memory, where that makes a difference.
+inline const How& identified(const How& how, nb::handle object, std::uint64_t nbytes, const Target& target,
+                             std::optional<How>& better) {
+  if (nbytes <= kNeverIdentified || !target.wants_allocation(nbytes)) return how;
+  better = how;
+  identify(object, *better);
+  return *better;
+}
+
 // The arguments of an operation as values. Converting them may run any Python (__index__, __float__, destructors), which
 // may even close the window: so everything is converted first, and the window is looked at after that.
 struct Put {
@@ -43,15 +56,17 @@ struct Put {
 
   Put(nb::handle source, nb::handle offset_bytes, nb::handle signal, nb::handle add, bool async_op,
       const Deadline& deadline)
-      : buffer(source, "the source", false),
+      : buffer(source, kSource, false),
         offset(to_u64(offset_bytes, "offset_bytes")),
         then(to_signal(signal, add)),
         options(how(async_op, deadline, buffer)) {}
 
   template <class Owner>
   nb::object run_on(const std::shared_ptr<Owner>& owner, Target& target, std::uint64_t base = 0) const {
+    std::optional<How> better;
+    const How& how = identified(options, buffer.object(), buffer.nbytes(), target, better);
     return run(options.async || buffer.nbytes() > kCopyUnderGil || (then && target.busy()), owner,
-               [&] { return target.write(buffer.data(), buffer.nbytes(), base + offset, then, options); });
+               [&] { return target.write(buffer.data(), buffer.nbytes(), base + offset, then, how); });
   }
 };
 
@@ -61,14 +76,16 @@ struct Get {
   const How options;
 
   Get(nb::handle destination, nb::handle offset_bytes, bool async_op, const Deadline& deadline)
-      : buffer(destination, "the destination", true),
+      : buffer(destination, kDestination, true),
         offset(to_u64(offset_bytes, "offset_bytes")),
         options(how(async_op, deadline, buffer)) {}
 
   template <class Owner>
   nb::object run_on(const std::shared_ptr<Owner>& owner, Target& target, std::uint64_t base = 0) const {
+    std::optional<How> better;
+    const How& how = identified(options, buffer.object(), buffer.nbytes(), target, better);
     return run(options.async || buffer.nbytes() > kCopyUnderGil, owner,
-               [&] { return target.read(buffer.data(), buffer.nbytes(), base + offset, options); });
+               [&] { return target.read(buffer.data(), buffer.nbytes(), base + offset, how); });
   }
 };
 

@@ -3,6 +3,7 @@
 #include "core/bench.h"
 #include "core/copy.h"
 #include "python/common.h"
+#include "shm/hub.h"
 
 namespace onesided::python {
 
@@ -19,7 +20,7 @@ void register_bench(nb::module_& m) {
       "bench_put",
       [](nb::handle window, unsigned peer, nb::handle source, nb::handle iterations) {
         const auto core = window_of(window);
-        Buffer buffer(source, "the source", false);
+        Buffer buffer(source, kSource, false);
         const unsigned rounds = to_iterations(iterations);
         Blocking blocking;
         return bench_put(*core, peer, buffer.data(), buffer.nbytes(), rounds);
@@ -30,7 +31,7 @@ void register_bench(nb::module_& m) {
       "bench_get",
       [](nb::handle window, unsigned peer, nb::handle destination, nb::handle iterations) {
         const auto core = window_of(window);
-        Buffer buffer(destination, "the destination", true);
+        Buffer buffer(destination, kDestination, true);
         const unsigned rounds = to_iterations(iterations);
         Blocking blocking;
         return bench_get(*core, peer, buffer.data(), buffer.nbytes(), rounds);
@@ -51,7 +52,7 @@ void register_bench(nb::module_& m) {
       "bench_put_latency",
       [](nb::handle window, unsigned peer, nb::handle source, nb::handle iterations, bool first) {
         const auto core = window_of(window);
-        Buffer buffer(source, "the source", true);
+        Buffer buffer(source, kSource, true);
         const unsigned rounds = to_iterations(iterations);
         Blocking blocking;
         return bench_put_latency(*core, peer, buffer.data(), buffer.nbytes(), rounds, first);
@@ -63,7 +64,7 @@ void register_bench(nb::module_& m) {
       "bench_signal_latency",
       [](nb::handle window, unsigned peer, nb::handle source, nb::handle iterations, bool first, nb::handle already) {
         const auto core = window_of(window);
-        Buffer buffer(source, "the source", false);
+        Buffer buffer(source, kSource, false);
         const unsigned rounds = to_iterations(iterations);
         const std::uint64_t count = to_u64(already, "already");
         Blocking blocking;
@@ -75,7 +76,7 @@ void register_bench(nb::module_& m) {
   m.def(
       "bench_memcpy",
       [](nb::handle target, nb::handle source, nb::handle iterations) {
-        Buffer to(target, "the target", true), from(source, "the source", false);
+        Buffer to(target, kDestination, true), from(source, kSource, false);
         if (to.nbytes() != from.nbytes())
           fail(ErrorKind::Bounds, "memcpy of ", from.nbytes(), " bytes into ", to.nbytes());
         const unsigned rounds = to_iterations(iterations);
@@ -89,6 +90,13 @@ void register_bench(nb::module_& m) {
 }  // namespace
 
 void register_tools(nb::module_& m) {
+  m.def(
+      "host_token",
+      [] {
+        const Token token = shm::host_token();
+        return nb::bytes(reinterpret_cast<const char*>(token.data()), token.size());
+      },
+      nb::sig("def host_token() -> bytes"), "16 bytes that processes have in common which can share memory.");
   m.def(
       "stats_snapshot",
       [] {

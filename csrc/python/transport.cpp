@@ -1,5 +1,10 @@
 #include "shm/transport.h"
+
+#include <nanobind/stl/vector.h>
+
+#include "core/mixed.h"
 #include "python/operations.h"
+#include "verbs/transport.h"
 
 namespace onesided::python {
 namespace {
@@ -30,16 +35,59 @@ struct PyConnection {
   }
 };
 
-struct PyShmTransport {
-  std::shared_ptr<shm::ShmTransport> core = std::make_shared<shm::ShmTransport>();
+struct PyTransport {
+  std::shared_ptr<Transport> core;
 
-  ~PyShmTransport() {
+  explicit PyTransport(std::shared_ptr<Transport> transport) : core(std::move(transport)) {}
+  PyTransport(PyTransport&&) = default;
+  ~PyTransport() {
+    if (core == nullptr) return;
     ReleasedGil released;
     core = nullptr;
   }
 };
+struct PyShmTransport : PyTransport {
+  PyShmTransport() : PyTransport(std::make_shared<shm::ShmTransport>()) {}
+};
+struct PyRdmaTransport : PyTransport {
+  using PyTransport::PyTransport;
+};
+
+std::optional<std::string> reason_or_none(std::string reason) {
+  return reason.empty() ? std::nullopt : std::optional(std::move(reason));
+}
+
+struct RdmaArguments {
+  std::vector<std::string> nics;
+  std::string address;
+  unsigned depth, timeout, retries, mtu, traffic_class, service_level;
+};
+
+#if ONESIDED_HAS_VERBS
+std::string rdma_unsupported_reason() {
+  return verbs::RdmaTransport::unsupported_reason();
+}
+std::shared_ptr<Transport> make_rdma(const RdmaArguments& given) {
+  verbs::RdmaOptions options;
+  options.rails.nics = given.nics;
+  options.address = given.address;
+  options.tuning = {given.depth, given.timeout, given.retries, given.mtu, given.traffic_class, given.service_level};
+  return std::make_shared<verbs::RdmaTransport>(options);
+}
+#else
+std::string rdma_unsupported_reason() {
+  return verbs::unavailable();
+}
+std::shared_ptr<Transport> make_rdma(const RdmaArguments&) {
+  fail(ErrorKind::Unsupported, verbs::unavailable());
+}
+#endif
 
 constexpr std::uint32_t kDefaultSlots = 256;
+
+const RemoteMemory& to_remote(nb::handle remote) {
+  return to_instance<RemoteMemory>(remote, "remote", "RemoteMemory");
+}
 
 }  // namespace
 
@@ -51,16 +99,17 @@ void register_transport(nb::module_& m) {
 Thread-safe. Once lost it stays lost: make a new one.)")
       .def(
           "write",
-          [](PyConnection& self, nb::handle source, RemoteMemory& remote, nb::handle offset_bytes, nb::handle signal,
-             nb::handle add, bool async_op, nb::handle timeout_s) {
+          [](PyConnection& self, nb::handle source, nb::handle of, nb::handle offset_bytes, nb::handle signal,
+             nb::handle add, nb::handle async_op, nb::handle timeout_s) {
+            const RemoteMemory& remote = to_remote(of);
             const Deadline deadline = to_deadline(timeout_s);
-            const Put put(source, offset_bytes, signal, add, async_op, deadline);
+            const Put put(source, offset_bytes, signal, add, to_flag(async_op, "async_op"), deadline);
             self.check("write", remote, put.offset, put.buffer.nbytes());
             const auto target = self.target(remote, deadline);
             return put.run_on(target, *target, remote.offset);
           },
-          nb::arg("source"), nb::arg("remote"), nb::arg("offset_bytes") = 0, nb::kw_only(),
-          nb::arg("signal").none() = nb::none(), nb::arg("add") = 1, nb::arg("async_op") = false,
+          nb::arg("source").none(), nb::arg("remote").none(), nb::arg("offset_bytes").none() = 0, nb::kw_only(),
+          nb::arg("signal").none() = nb::none(), nb::arg("add").none() = 1, nb::arg("async_op").none() = false,
           nb::arg("timeout_s").none() = nb::none(),
           nb::sig("def write(self, source: object, remote: RemoteMemory, offset_bytes: int = 0, *, signal: int | None "
                   "= None, add: int = 1, async_op: bool = False, timeout_s: float | None = None) -> Work"),
@@ -68,79 +117,85 @@ Thread-safe. Once lost it stays lost: make a new one.)")
           "given.")
       .def(
           "read",
-          [](PyConnection& self, nb::handle destination, RemoteMemory& remote, nb::handle offset_bytes, bool async_op,
+          [](PyConnection& self, nb::handle destination, nb::handle of, nb::handle offset_bytes, nb::handle async_op,
              nb::handle timeout_s) {
+            const RemoteMemory& remote = to_remote(of);
             const Deadline deadline = to_deadline(timeout_s);
-            const Get get(destination, offset_bytes, async_op, deadline);
+            const Get get(destination, offset_bytes, to_flag(async_op, "async_op"), deadline);
             self.check("read", remote, get.offset, get.buffer.nbytes());
             const auto target = self.target(remote, deadline);
             return get.run_on(target, *target, remote.offset);
           },
-          nb::arg("destination"), nb::arg("remote"), nb::arg("offset_bytes") = 0, nb::kw_only(),
-          nb::arg("async_op") = false, nb::arg("timeout_s").none() = nb::none(),
+          nb::arg("destination").none(), nb::arg("remote").none(), nb::arg("offset_bytes").none() = 0, nb::kw_only(),
+          nb::arg("async_op").none() = false, nb::arg("timeout_s").none() = nb::none(),
           nb::sig("def read(self, destination: object, remote: RemoteMemory, offset_bytes: int = 0, *, async_op: bool "
                   "= False, timeout_s: float | None = None) -> Work"),
           "Fills `destination` from `remote`, beginning at `offset_bytes` there.")
       .def(
           "signal",
-          [](PyConnection& self, RemoteMemory& remote, nb::handle index, nb::handle add, nb::handle timeout_s) {
+          [](PyConnection& self, nb::handle of, nb::handle index, nb::handle add, nb::handle timeout_s) {
+            const RemoteMemory& remote = to_remote(of);
             const Deadline deadline = to_deadline(timeout_s);
             const SignalOnly signal(index, add, false, deadline);
             const auto target = self.target(remote, deadline);
             return signal.run_on(target, *target);
           },
-          nb::arg("remote"), nb::arg("index"), nb::arg("add") = 1, nb::kw_only(),
+          nb::arg("remote").none(), nb::arg("index").none(), nb::arg("add").none() = 1, nb::kw_only(),
           nb::arg("timeout_s").none() = nb::none(),
           nb::sig("def signal(self, remote: RemoteMemory, index: int, add: int = 1, *, timeout_s: float | None = None) "
                   "-> Work"),
           "Adds to a signal of `remote` when all earlier writes to it are visible.")
       .def(
           "fetch_add",
-          [](PyConnection& self, RemoteMemory& remote, nb::handle offset_bytes, nb::handle add, nb::handle timeout_s) {
+          [](PyConnection& self, nb::handle of, nb::handle offset_bytes, nb::handle add, nb::handle timeout_s) {
+            const RemoteMemory& remote = to_remote(of);
             const Deadline deadline = to_deadline(timeout_s);
             const std::uint64_t offset = to_u64(offset_bytes, "offset_bytes"), value = to_word(add, "add");
             self.check("fetch_add", remote, offset, sizeof value);
             return self.target(remote, deadline)->fetch_add(remote.offset + offset, value);
           },
-          nb::arg("remote"), nb::arg("offset_bytes"), nb::arg("add"), nb::kw_only(),
+          nb::arg("remote").none(), nb::arg("offset_bytes").none(), nb::arg("add").none(), nb::kw_only(),
           nb::arg("timeout_s").none() = nb::none(),
           nb::sig("def fetch_add(self, remote: RemoteMemory, offset_bytes: int, add: int, *, "
                   "timeout_s: float | None = None) -> int"),
           "Adds to an aligned 8-byte word atomically; returns what it held, in [0, 2**64).")
       .def(
           "compare_swap",
-          [](PyConnection& self, RemoteMemory& remote, nb::handle offset_bytes, nb::handle expected, nb::handle desired,
+          [](PyConnection& self, nb::handle of, nb::handle offset_bytes, nb::handle expected, nb::handle desired,
              nb::handle timeout_s) {
+            const RemoteMemory& remote = to_remote(of);
             const Deadline deadline = to_deadline(timeout_s);
             const std::uint64_t offset = to_u64(offset_bytes, "offset_bytes");
             const std::uint64_t from = to_word(expected, "expected"), to = to_word(desired, "desired");
             self.check("compare_swap", remote, offset, sizeof from);
             return self.target(remote, deadline)->compare_swap(remote.offset + offset, from, to);
           },
-          nb::arg("remote"), nb::arg("offset_bytes"), nb::arg("expected"), nb::arg("desired"), nb::kw_only(),
-          nb::arg("timeout_s").none() = nb::none(),
+          nb::arg("remote").none(), nb::arg("offset_bytes").none(), nb::arg("expected").none(),
+          nb::arg("desired").none(), nb::kw_only(), nb::arg("timeout_s").none() = nb::none(),
           nb::sig("def compare_swap(self, remote: RemoteMemory, offset_bytes: int, expected: int, desired: int, *, "
                   "timeout_s: float | None = None) -> int"),
           "Sets an aligned 8-byte word to `desired` if it holds `expected`; returns what it held, in [0, 2**64).")
       .def(
           "flush",
-          [](PyConnection& self, RemoteMemory& remote, nb::handle timeout_s) {
+          [](PyConnection& self, nb::handle of, nb::handle timeout_s) {
+            const RemoteMemory& remote = to_remote(of);
             const Deadline deadline = to_deadline(timeout_s);
             const auto target = self.target(remote, deadline);
             Blocking blocking;
             target->flush(deadline);
           },
-          nb::arg("remote"), nb::arg("timeout_s").none() = nb::none(),
+          nb::arg("remote").none(), nb::arg("timeout_s").none() = nb::none(),
           nb::sig("def flush(self, remote: RemoteMemory, timeout_s: float | None = None) -> None"),
           "Returns when all earlier operations on `remote` are visible there.")
       .def(
           "attach",
-          [](PyConnection& self, RemoteMemory& remote, nb::handle timeout_s) {
+          [](PyConnection& self, nb::handle of, nb::handle timeout_s) {
+            const RemoteMemory& remote = to_remote(of);
             const Deadline deadline = to_deadline(timeout_s);
             Blocking blocking;
             return self.core->attach(remote, deadline);
           },
-          nb::arg("remote"), nb::arg("timeout_s").none() = 30.0,
+          nb::arg("remote").none(), nb::arg("timeout_s").none() = 30.0,
           nb::sig("def attach(self, remote: RemoteMemory, timeout_s: float | None = 30.0) -> Target"),
           "Opens `remote` for a window. What it returns is only good for Window.")
       .def(
@@ -178,35 +233,31 @@ What is still under way when the deadline passes is cancelled, and DeadlineExcee
           "describe", [](Target& self) { return to_dict(self.describe()); },
           nb::sig("def describe(self) -> dict[str, str]"), "The peer, the path to its memory, and its state.");
 
-  nb::class_<PyShmTransport>(m, "ShmTransport",
-                             "Shared memory: peers on one host. See onesided.transport.ShmTransport.")
-      .def(nb::init<>())
-      .def_static(
-          "supported", [] { return shm::ShmTransport::unsupported_reason().empty(); },
-          nb::sig("def supported() -> bool"), "Whether this system can have one. Cheap, without side effect.")
-      .def_static(
-          "unsupported_reason",
-          []() -> std::optional<std::string> {
-            const std::string reason = shm::ShmTransport::unsupported_reason();
-            return reason.empty() ? std::nullopt : std::optional(reason);
-          },
-          nb::sig("def unsupported_reason() -> str | None"), "Why it cannot; None if it can.")
+  m.def(
+      "mixed_target",
+      [](const std::shared_ptr<Target>& mapped, const std::shared_ptr<Target>& device) -> std::shared_ptr<Target> {
+        return std::make_shared<MixedTarget>(mapped, device);
+      },
+      nb::arg("mapped"), nb::arg("device"), nb::sig("def mixed_target(mapped: Target, device: Target) -> Target"),
+      "A peer on this host in a window that spans hosts: bytes by `mapped`, signals and atomics by `device`.");
+
+  nb::class_<PyTransport>(m, "Transport", "What every kind of transport has. See onesided.transport.Transport.")
       .def_prop_ro(
-          "kind", [](PyShmTransport&) { return "shm"; }, "'shm'.")
+          "kind", [](PyTransport& self) { return name_of(self.core->kind()); }, "'shm', 'rdma'.")
       .def_prop_ro(
-          "closed", [](PyShmTransport& self) { return self.core->closed(); }, "True once close() was called.")
+          "closed", [](PyTransport& self) { return self.core->closed(); }, "True once close() was called.")
       .def(
           "allocate",
-          [](PyShmTransport& self, nb::handle nbytes, const std::string& access, nb::handle signals, nb::handle slots) {
+          [](PyTransport& self, nb::handle nbytes, nb::handle access, nb::handle signals, nb::handle slots) {
             const std::uint64_t size = to_u64(nbytes, "nbytes");
-            const Access permitted = parse_access(access);
+            const Access permitted = parse_access(to_string(access, "access"));
             const std::uint32_t counters = to_u32(signals, "signals"), peers = to_u32(slots, "max_peers");
             const auto transport = self.core;
             Blocking blocking;
             return PyMemory(transport->allocate(size, permitted, counters, peers));
           },
-          nb::keep_alive<0, 1>(), nb::arg("nbytes"), nb::arg("access") = "rw", nb::kw_only(), nb::arg("signals") = 0,
-          nb::arg("max_peers") = kDefaultSlots,
+          nb::keep_alive<0, 1>(), nb::arg("nbytes").none(), nb::arg("access").none() = "rw", nb::kw_only(),
+          nb::arg("signals").none() = 0, nb::arg("max_peers").none() = kDefaultSlots,
           nb::sig("def allocate(self, nbytes: int, access: str = 'rw', *, signals: int = 0, max_peers: int = 256) -> "
                   "Memory"),
           R"(New memory that peers map: zeroed, its pages present, gone with its last user however that ends.
@@ -214,18 +265,23 @@ What is still under way when the deadline passes is cancelled, and DeadlineExcee
 `max_peers` bounds how many connections may open it at once. RegistrationError names what there is not enough of.)")
       .def(
           "register_memory",
-          [](PyShmTransport& self, nb::handle buffer, const std::string& access, nb::handle signals, nb::handle slots) {
-            const Access permitted = parse_access(access);
+          [](PyTransport& self, nb::handle buffer, nb::handle access, nb::handle signals, nb::handle slots) {
+            const Access permitted = parse_access(to_string(access, "access"));
             const std::uint32_t counters = to_u32(signals, "signals"), peers = to_u32(slots, "max_peers");
-            Buffer bytes(buffer, "the memory to register", permits(permitted, Access::Write));
+            Buffer bytes(buffer, kWindowMemory, permits(permitted, Access::Write));
             const bool read_only = bytes.read_only();
             void* const data = bytes.data();
             const Keepalive keep = bytes.keep();
-            return PyMemory(self.core->register_memory(data, bytes.nbytes(), permitted, counters, peers, keep), keep,
-                            read_only);
+            const auto transport = self.core;
+            std::shared_ptr<Memory> memory;
+            {
+              Blocking blocking;
+              memory = transport->register_memory(data, bytes.nbytes(), permitted, counters, peers, keep);
+            }
+            return PyMemory(std::move(memory), keep, read_only);
           },
-          nb::keep_alive<0, 1>(), nb::arg("buffer"), nb::arg("access") = "rw", nb::kw_only(), nb::arg("signals") = 0,
-          nb::arg("max_peers") = kDefaultSlots,
+          nb::keep_alive<0, 1>(), nb::arg("buffer").none(), nb::arg("access").none() = "rw", nb::kw_only(),
+          nb::arg("signals").none() = 0, nb::arg("max_peers").none() = kDefaultSlots,
           nb::sig("def register_memory(self, buffer: object, access: str = 'rw', *, signals: int = 0, max_peers: int = "
                   "256) -> Memory"),
           R"(Makes a tensor or buffer known to peers, without a copy, and keeps it alive until the Memory is closed.
@@ -234,23 +290,24 @@ Memory from allocate() is recognised in any view of it. Any other stays private:
 where the system permits that (they are told at their first operation if not), and atomics are Unsupported.)")
       .def(
           "bind",
-          [](PyShmTransport& self, bool shared) {
-            const std::string endpoint = self.core->bind(shared).to_bytes();
+          [](PyTransport& self, nb::handle shared) {
+            const std::string endpoint = self.core->bind(to_flag(shared, "shared")).to_bytes();
             return nb::bytes(endpoint.data(), endpoint.size());
           },
-          nb::kw_only(), nb::arg("shared") = false, nb::sig("def bind(self, *, shared: bool = False) -> bytes"),
+          nb::kw_only(), nb::arg("shared").none() = false, nb::sig("def bind(self, *, shared: bool = False) -> bytes"),
           "An endpoint to give to a peer for connect(): good for one connection, or for any number if `shared`.")
       .def(
           "connect",
-          [](PyShmTransport& self, nb::handle endpoint, const std::string& name, nb::handle timeout_s) {
+          [](PyTransport& self, nb::handle endpoint, nb::handle name, nb::handle timeout_s) {
             const Deadline deadline = to_deadline(timeout_s);
             const Endpoint peer = Endpoint::from_bytes(bytes_of(endpoint, "an endpoint"));
-            const std::string label = name.empty() ? text("process ", peer.pid) : name;
+            const std::string given = to_string(name, "name");
+            const std::string label = given.empty() ? text("process ", peer.pid) : given;
             const auto transport = self.core;
             Blocking blocking;
             return PyConnection(transport->connect(peer, label, deadline));
           },
-          nb::keep_alive<0, 1>(), nb::arg("endpoint"), nb::kw_only(), nb::arg("name") = "",
+          nb::keep_alive<0, 1>(), nb::arg("endpoint").none(), nb::kw_only(), nb::arg("name").none() = "",
           nb::arg("timeout_s").none() = 30.0,
           nb::sig(
               "def connect(self, endpoint: bytes, *, name: str = '', timeout_s: float | None = 30.0) -> Connection"),
@@ -260,15 +317,19 @@ HandleError for bytes that are no endpoint, StaleHandle for one that was used, C
 DeadlineExceeded if nobody answers, Unsupported if the peer is on another host.)")
       .def(
           "loop_back",
-          [](PyShmTransport& self, PyMemory& memory, const std::string& name) {
-            return self.core->loop_back(memory.core, name);
+          [](PyTransport& self, nb::handle memory, nb::handle name) {
+            const auto own = to_instance<PyMemory>(memory, "memory", "Memory").core;
+            const std::string label = to_string(name, "name");
+            const auto transport = self.core;
+            Blocking blocking;
+            return transport->loop_back(own, label);
           },
-          nb::arg("memory"), nb::arg("name") = "this rank",
+          nb::arg("memory").none(), nb::arg("name").none() = "this rank",
           nb::sig("def loop_back(self, memory: Memory, name: str = 'this rank') -> Target"),
           "Opens this process's own memory for a window.")
       .def(
           "close",
-          [](PyShmTransport& self, nb::handle timeout_s) {
+          [](PyTransport& self, nb::handle timeout_s) {
             const Deadline deadline = to_deadline(timeout_s);
             const auto transport = self.core;
             Blocking blocking;
@@ -277,8 +338,52 @@ DeadlineExceeded if nobody answers, Unsupported if the peer is on another host.)
           nb::arg("timeout_s").none() = 5.0, nb::sig("def close(self, timeout_s: float | None = 5.0) -> None"),
           "Closes connections, then memories, then itself. Closing twice is legal.")
       .def(
-          "describe", [](PyShmTransport& self) { return to_dict(self.core->describe()); },
+          "describe", [](PyTransport& self) { return to_dict(self.core->describe()); },
           nb::sig("def describe(self) -> dict[str, str]"), "Its state and what it holds.");
+
+  nb::class_<PyShmTransport, PyTransport>(m, "ShmTransport",
+                                          "Shared memory: peers on one host. See onesided.transport.ShmTransport.")
+      .def(nb::init<>())
+      .def_static(
+          "supported", [] { return shm::ShmTransport::unsupported_reason().empty(); },
+          nb::sig("def supported() -> bool"), "Whether this system can have one. Cheap, without side effect.")
+      .def_static(
+          "unsupported_reason", [] { return reason_or_none(shm::ShmTransport::unsupported_reason()); },
+          nb::sig("def unsupported_reason() -> str | None"), "Why it cannot; None if it can.");
+
+  nb::class_<PyRdmaTransport, PyTransport>(m, "RdmaTransport",
+                                           "Peers that a verbs device reaches. See onesided.transport.RdmaTransport.")
+      .def(
+          "__init__",
+          [](PyRdmaTransport* self, const std::vector<std::string>& nics, nb::handle address, nb::handle depth,
+             nb::handle timeout, nb::handle retries, nb::handle mtu, nb::handle traffic_class,
+             nb::handle service_level) {
+            RdmaArguments arguments;
+            arguments.nics = nics;
+            arguments.address = to_string(address, "address");
+            arguments.depth = to_u32(depth, "depth");
+            arguments.timeout = to_u32(timeout, "timeout");
+            arguments.retries = to_u32(retries, "retries");
+            arguments.mtu = to_u32(mtu, "mtu");
+            arguments.traffic_class = to_u32(traffic_class, "traffic_class");
+            arguments.service_level = to_u32(service_level, "service_level");
+            std::shared_ptr<Transport> made;
+            {
+              Blocking blocking;
+              made = make_rdma(arguments);
+            }
+            new (self) PyRdmaTransport(std::move(made));
+          },
+          nb::kw_only(), nb::arg("nics"), nb::arg("address"), nb::arg("depth"), nb::arg("timeout"), nb::arg("retries"),
+          nb::arg("mtu"), nb::arg("traffic_class"), nb::arg("service_level"),
+          nb::sig("def __init__(self, *, nics: list[str], address: str, depth: int, timeout: int, retries: int, mtu: "
+                  "int, traffic_class: int, service_level: int) -> None"))
+      .def_static(
+          "supported", [] { return rdma_unsupported_reason().empty(); }, nb::sig("def supported() -> bool"),
+          "Whether this system can have one. Opens every device once, and changes nothing.")
+      .def_static(
+          "unsupported_reason", [] { return reason_or_none(rdma_unsupported_reason()); },
+          nb::sig("def unsupported_reason() -> str | None"), "Why it cannot; None if it can.");
 }
 
 }  // namespace onesided::python

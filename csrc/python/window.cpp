@@ -21,7 +21,12 @@ struct PyWindow {
   }
 };
 
-std::chrono::nanoseconds to_spin(double seconds) {
+std::chrono::nanoseconds to_spin(nb::handle spin_s) {
+  const double seconds = PyFloat_AsDouble(spin_s.ptr());
+  if (seconds == -1.0 && PyErr_Occurred()) {
+    PyErr_Clear();
+    throw nb::type_error(text("spin_s must be a number of seconds, not ", type_of(spin_s)).c_str());
+  }
   if (!(seconds >= 0)) fail(ErrorKind::Bounds, "spin_s must be at least 0, not ", seconds);
   return std::chrono::nanoseconds(static_cast<std::int64_t>(std::min(seconds, 3600.0) * 1e9));
 }
@@ -53,14 +58,14 @@ void register_window(nb::module_& m) {
       .def(
           "put",
           [](PyWindow& self, nb::handle source, nb::handle peer, nb::handle offset_bytes, nb::handle signal,
-             nb::handle add, bool async_op, nb::handle timeout_s) {
+             nb::handle add, nb::handle async_op, nb::handle timeout_s) {
             const std::int64_t rank = to_rank(peer);
-            const Put put(source, offset_bytes, signal, add, async_op, to_deadline(timeout_s));
+            const Put put(source, offset_bytes, signal, add, to_flag(async_op, "async_op"), to_deadline(timeout_s));
             const auto& window = self.open("put");
             return put.run_on(window, window->target("put", rank));
           },
-          nb::arg("source"), nb::arg("peer"), nb::arg("offset_bytes") = 0, nb::kw_only(),
-          nb::arg("signal").none() = nb::none(), nb::arg("add") = 1, nb::arg("async_op") = false,
+          nb::arg("source").none(), nb::arg("peer").none(), nb::arg("offset_bytes").none() = 0, nb::kw_only(),
+          nb::arg("signal").none() = nb::none(), nb::arg("add").none() = 1, nb::arg("async_op").none() = false,
           nb::arg("timeout_s").none() = nb::none(),
           nb::sig("def put(self, source: object, peer: int, offset_bytes: int = 0, *, signal: int | None = None, add: "
                   "int = 1, async_op: bool = False, timeout_s: float | None = None) -> Work"),
@@ -78,15 +83,15 @@ ConnectionLost, DeadlineExceeded; the source is not read after that. After an er
 put are undefined, all others are unchanged.)")
       .def(
           "get",
-          [](PyWindow& self, nb::handle destination, nb::handle peer, nb::handle offset_bytes, bool async_op,
+          [](PyWindow& self, nb::handle destination, nb::handle peer, nb::handle offset_bytes, nb::handle async_op,
              nb::handle timeout_s) {
             const std::int64_t rank = to_rank(peer);
-            const Get get(destination, offset_bytes, async_op, to_deadline(timeout_s));
+            const Get get(destination, offset_bytes, to_flag(async_op, "async_op"), to_deadline(timeout_s));
             const auto& window = self.open("get");
             return get.run_on(window, window->target("get", rank));
           },
-          nb::arg("destination"), nb::arg("peer"), nb::arg("offset_bytes") = 0, nb::kw_only(),
-          nb::arg("async_op") = false, nb::arg("timeout_s").none() = nb::none(),
+          nb::arg("destination").none(), nb::arg("peer").none(), nb::arg("offset_bytes").none() = 0, nb::kw_only(),
+          nb::arg("async_op").none() = false, nb::arg("timeout_s").none() = nb::none(),
           nb::sig("def get(self, destination: object, peer: int, offset_bytes: int = 0, *, async_op: bool = False, "
                   "timeout_s: float | None = None) -> Work"),
           R"(Fills `destination` with bytes of the window of rank `peer`, from `offset_bytes` on. Errors as for put().
@@ -94,14 +99,15 @@ put are undefined, all others are unchanged.)")
 A get is not ordered against a put of somebody else: wait for a signal that says that the bytes are there.)")
       .def(
           "signal",
-          [](PyWindow& self, nb::handle peer, nb::handle index, nb::handle add, bool async_op, nb::handle timeout_s) {
+          [](PyWindow& self, nb::handle peer, nb::handle index, nb::handle add, nb::handle async_op,
+             nb::handle timeout_s) {
             const std::int64_t rank = to_rank(peer);
-            const SignalOnly signal(index, add, async_op, to_deadline(timeout_s));
+            const SignalOnly signal(index, add, to_flag(async_op, "async_op"), to_deadline(timeout_s));
             const auto& window = self.open("signal");
             return signal.run_on(window, window->target("signal", rank));
           },
-          nb::arg("peer"), nb::arg("index"), nb::arg("add") = 1, nb::kw_only(), nb::arg("async_op") = false,
-          nb::arg("timeout_s").none() = nb::none(),
+          nb::arg("peer").none(), nb::arg("index").none(), nb::arg("add").none() = 1, nb::kw_only(),
+          nb::arg("async_op").none() = false, nb::arg("timeout_s").none() = nb::none(),
           nb::sig("def signal(self, peer: int, index: int, add: int = 1, *, async_op: bool = False, timeout_s: float | "
                   "None = None) -> Work"),
           R"(Adds `add` to signal `index` of rank `peer`, when every earlier put from here to `peer` on this window is visible.
@@ -110,7 +116,7 @@ Counters have 64 bits and may wrap; a negative `add` subtracts.)")
       .def(
           "wait_signal",
           [](PyWindow& self, nb::handle index, nb::handle at_least, nb::handle source, nb::handle timeout_s,
-             double spin_s) {
+             nb::handle spin_s) {
             const auto window = self.open("wait_signal");
             const std::uint32_t signal = to_u32(index, "signal index");
             const auto count =
@@ -121,8 +127,9 @@ Counters have 64 bits and may wrap; a negative `add` subtracts.)")
             Blocking blocking;
             return window->wait_signal(signal, count, from, deadline, spin);
           },
-          nb::arg("index"), nb::arg("at_least").none() = nb::none(), nb::kw_only(),
-          nb::arg("source").none() = nb::none(), nb::arg("timeout_s").none() = nb::none(), nb::arg("spin_s") = 50e-6,
+          nb::arg("index").none(), nb::arg("at_least").none() = nb::none(), nb::kw_only(),
+          nb::arg("source").none() = nb::none(), nb::arg("timeout_s").none() = nb::none(),
+          nb::arg("spin_s").none() = 50e-6,
           nb::sig("def wait_signal(self, index: int, at_least: int | None = None, *, source: int | None = None, "
                   "timeout_s: float | None = None, spin_s: float = 5e-05) -> int"),
           R"(Waits until signal `index` of this rank has reached `at_least`; returns its count.
@@ -140,7 +147,7 @@ DeadlineExceeded, ConnectionLost, StaleHandle if the window is closed meanwhile,
             const std::uint32_t signal = to_u32(index, "signal index");
             return self.open("signal_value")->signal_value(signal);
           },
-          nb::arg("index"), nb::sig("def signal_value(self, index: int) -> int"),
+          nb::arg("index").none(), nb::sig("def signal_value(self, index: int) -> int"),
           "The count of signal `index` of this rank now. What its signals announced is visible.")
       .def(
           "test_signal",
@@ -149,7 +156,8 @@ DeadlineExceeded, ConnectionLost, StaleHandle if the window is closed meanwhile,
             const std::uint64_t count = to_u64(at_least, "at_least");
             return reached(self.open("test_signal")->signal_value(signal), count);
           },
-          nb::arg("index"), nb::arg("at_least"), nb::sig("def test_signal(self, index: int, at_least: int) -> bool"),
+          nb::arg("index").none(), nb::arg("at_least").none(),
+          nb::sig("def test_signal(self, index: int, at_least: int) -> bool"),
           "True if signal `index` of this rank has reached `at_least`. Never blocks.")
       .def(
           "fetch_add",
@@ -158,7 +166,7 @@ DeadlineExceeded, ConnectionLost, StaleHandle if the window is closed meanwhile,
             const std::uint64_t offset = to_u64(offset_bytes, "offset_bytes"), value = to_word(add, "add");
             return self.open("fetch_add")->target("fetch_add", rank).fetch_add(offset, value);
           },
-          nb::arg("peer"), nb::arg("offset_bytes"), nb::arg("add"),
+          nb::arg("peer").none(), nb::arg("offset_bytes").none(), nb::arg("add").none(),
           nb::sig("def fetch_add(self, peer: int, offset_bytes: int, add: int) -> int"),
           R"(Adds to the aligned 8-byte word at `offset_bytes` of rank `peer`, atomically against all other atomics on it.
 
@@ -171,7 +179,7 @@ Returns what it held, in [0, 2**64). Unsupported on a window over a private tens
             const std::uint64_t from = to_word(expected, "expected"), to = to_word(desired, "desired");
             return self.open("compare_swap")->target("compare_swap", rank).compare_swap(offset, from, to);
           },
-          nb::arg("peer"), nb::arg("offset_bytes"), nb::arg("expected"), nb::arg("desired"),
+          nb::arg("peer").none(), nb::arg("offset_bytes").none(), nb::arg("expected").none(), nb::arg("desired").none(),
           nb::sig("def compare_swap(self, peer: int, offset_bytes: int, expected: int, desired: int) -> int"),
           "Sets the aligned 8-byte word to `desired` if it holds `expected`; returns what it held, in [0, 2**64).")
       .def(
@@ -180,26 +188,27 @@ Returns what it held, in [0, 2**64). Unsupported on a window over a private tens
             const Deadline deadline = to_deadline(timeout_s);
             const std::optional<std::int64_t> one = optionally<std::int64_t>(peer, to_rank);
             if (one) {
-              Target& target = self.open("flush")->target("flush", *one);
-              if (!target.busy()) return target.flush(deadline);
+              Window& window = *self.open("flush");
+              if (!window.target("flush", *one).busy()) return window.flush(*one, deadline);
             }
             const auto window = self.open("flush");
             Blocking blocking;
-            one ? window->target("flush", *one).flush(deadline) : window->flush_all(deadline);
+            one ? window->flush(*one, deadline) : window->flush_all(deadline);
           },
           nb::arg("peer").none() = nb::none(), nb::arg("timeout_s").none() = nb::none(),
           nb::sig("def flush(self, peer: int | None = None, timeout_s: float | None = None) -> None"),
           R"(Returns when all earlier operations to `peer`, or to every rank that there were any to, are visible there to all.
 
-The target need not call anything. Raises the first failure of an asynchronous operation that nobody was told of.
-When the deadline passes, what is left is cancelled and DeadlineExceeded is raised.)")
+The target need not call anything. Raises the first failure of an asynchronous operation that nobody was told of, and
+ConnectionLost for a rank that is lost: every time, without `peer` until acknowledge_lost(), which says that the program
+knows. When the deadline passes, what is left is cancelled and DeadlineExceeded is raised.)")
       .def(
           "lost", [](PyWindow& self) { return self.open("lost")->lost(); }, nb::sig("def lost(self) -> list[int]"),
           "The ranks that are lost, in order.")
       .def(
           "acknowledge_lost", [](PyWindow& self) { return self.open("acknowledge_lost")->acknowledge_lost(); },
           nb::sig("def acknowledge_lost(self) -> list[int]"),
-          R"(The ranks that are lost; from here on, waits without `source` go on without them.
+          R"(The ranks that are lost; from here on, waits without `source` and flushes without `peer` go on without them.
 
 After MPI's MPIX_Comm_failure_ack (User Level Failure Mitigation): a wait for anybody cannot know whether the lost rank was
 the one, so it fails once, and goes on when told to.)")

@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "core/process.h"
+#include "core/segment.h"
 #include "shm/memory.h"
-#include "shm/segment.h"
 #include "shm/socket.h"
 
 namespace onesided::shm {

@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "core/segment.h"
 #include "core/transport.h"
-#include "shm/segment.h"
 
 namespace onesided::shm {
 

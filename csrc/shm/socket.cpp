@@ -37,17 +37,6 @@ Fd new_socket() {
   return socket;
 }
 
-bool wait_for(short what, int socket, const Deadline& deadline) {
-  for (;;) {
-    pollfd watched{socket, what, 0};
-    const auto nap = std::chrono::duration_cast<std::chrono::milliseconds>(
-        deadline.left(interruptible() ? kNap : kLongNap) + std::chrono::microseconds(999));
-    if (::poll(&watched, 1, static_cast<int>(nap.count())) > 0) return true;
-    check_interrupt();
-    if (deadline.passed()) return false;
-  }
-}
-
 }  // namespace
 
 Fd listen_on(const std::string& name) {
@@ -138,11 +127,11 @@ bool receive_bytes(int socket, void* bytes, std::size_t nbytes, std::vector<Fd>*
 }
 
 bool wait_readable(int socket, const Deadline& deadline) {
-  return wait_for(POLLIN, socket, deadline);
+  return wait_for(socket, POLLIN, deadline);
 }
 
 bool wait_writable(int socket, const Deadline& deadline) {
-  return wait_for(POLLOUT, socket, deadline);
+  return wait_for(socket, POLLOUT, deadline);
 }
 
 }  // namespace onesided::shm

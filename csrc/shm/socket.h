@@ -10,7 +10,7 @@
 
 #include "core/bytes.h"
 #include "core/deadline.h"
-#include "shm/segment.h"
+#include "core/segment.h"
 
 namespace onesided::shm {
 

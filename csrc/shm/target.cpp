@@ -298,7 +298,7 @@ std::uint64_t* ShmTarget::atomic_word(const char* operation, std::uint64_t offse
   return reinterpret_cast<std::uint64_t*>(word);
 }
 
-std::uint64_t ShmTarget::fetch_add(std::uint64_t offset, std::uint64_t add) {
+std::uint64_t ShmTarget::fetch_add(std::uint64_t offset, std::uint64_t add, const Deadline&) {
   return counted([&] {
     std::uint64_t* word = atomic_word("fetch_add", offset);
     UnderWay under_way(*this, "fetch_add");
@@ -307,7 +307,8 @@ std::uint64_t ShmTarget::fetch_add(std::uint64_t offset, std::uint64_t add) {
   });
 }
 
-std::uint64_t ShmTarget::compare_swap(std::uint64_t offset, std::uint64_t expected, std::uint64_t desired) {
+std::uint64_t ShmTarget::compare_swap(std::uint64_t offset, std::uint64_t expected, std::uint64_t desired,
+                                      const Deadline&) {
   return counted([&] {
     std::uint64_t* word = atomic_word("compare_swap", offset);
     UnderWay under_way(*this, "compare_swap");

@@ -5,8 +5,8 @@
 #include <memory>
 #include <string>
 
+#include "core/segment.h"
 #include "core/transport.h"
-#include "shm/segment.h"
 
 namespace onesided::shm {
 
@@ -44,14 +44,16 @@ class ShmTarget final : public Target {
                               const std::optional<Signal>& signal, const How& how) override;
   std::shared_ptr<Work> read(void* destination, std::uint64_t nbytes, std::uint64_t offset, const How& how) override;
   std::shared_ptr<Work> signal(const Signal& signal, const How& how) override;
-  std::uint64_t fetch_add(std::uint64_t offset, std::uint64_t add) override;
-  std::uint64_t compare_swap(std::uint64_t offset, std::uint64_t expected, std::uint64_t desired) override;
+  std::uint64_t fetch_add(std::uint64_t offset, std::uint64_t add, const Deadline& deadline) override;
+  std::uint64_t compare_swap(std::uint64_t offset, std::uint64_t expected, std::uint64_t desired,
+                             const Deadline& deadline) override;
   void flush(const Deadline& deadline) override;
   void close(const Deadline& deadline) override;
 
   bool busy() const override { return !strand_->idle(); }
   bool unflushed() const override { return unflushed_.load(std::memory_order_relaxed); }
   std::uint64_t nbytes() const override { return at_.nbytes; }
+  std::uint32_t signals() const override { return at_.control.signals(); }
   const PeerState& peer() const override { return *at_.peer; }
   Counters& counters() const override { return *at_.counters; }
   Description describe() const override;

@@ -147,7 +147,7 @@ struct Shared {
 };
 
 TEST_CASE("event: wakes another process through memory that both map") {
-  const shm::Fd file(::memfd_create("onesided-test", MFD_CLOEXEC));
+  const Fd file(::memfd_create("onesided-test", MFD_CLOEXEC));
   REQUIRE(::ftruncate(file.get(), 4096) == 0);
   void* const page = ::mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
   REQUIRE(page != MAP_FAILED);

@@ -207,7 +207,7 @@ TEST_CASE("fork: in the middle of anything, the child ends in good order") {
   for (unsigned round = 0; round < rounds(40); ++round) {
     const std::string outcome = in_child([&] {
       counters_for("fork", "child");
-      shm::Segment::containing(&stop, 1);
+      Segment::containing(&stop, 1);
       copy_measurements();
       // Not `all`: what other threads were changing at that moment is half changed here. What was whole is let go.
       Everything* const leaked = new Everything(std::move(all));

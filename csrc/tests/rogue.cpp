@@ -11,7 +11,6 @@
 namespace onesided::tests {
 namespace {
 
-using shm::Fd;
 using shm::Reply;
 using shm::Request;
 
@@ -243,8 +242,8 @@ TEST_CASE("rogue: an owner that lies about its memory is refused") {
   shm::ShmTransport transport;
   Liar liar;
   const auto connection = transport.connect(liar.endpoint(), "a liar", patience());
-  const auto control = shm::Segment::create(Control::size_for(4, 4), "onesided-test");
-  const auto data = shm::Segment::create(4096, "onesided-test");
+  const auto control = Segment::create(Control::size_for(4, 4), "onesided-test");
+  const auto data = Segment::create(4096, "onesided-test");
   const Fd unsealed(::memfd_create("onesided-test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   REQUIRE(::ftruncate(unsealed.get(), 1 << 20) == 0);
   Reply good;

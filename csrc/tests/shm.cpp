@@ -290,17 +290,17 @@ TEST_CASE("shm: access is kept to") {
 }
 
 TEST_CASE("shm: what may only be read is mapped so, and its descriptor cannot write") {
-  const auto segment = shm::Segment::create(4096, "onesided-test");
+  const auto segment = Segment::create(4096, "onesided-test");
   segment->base()[0] = 'x';
-  shm::Fd reading = segment->read_only_fd();
+  Fd reading = segment->read_only_fd();
   CHECK(::mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, reading.get(), 0) == MAP_FAILED);
   CHECK(::write(reading.get(), "y", 1) < 0);
   CHECK(::ftruncate(reading.get(), 0) != 0);
-  const auto mapped = shm::Segment::map(std::move(reading), 4096, false);
+  const auto mapped = Segment::map(std::move(reading), 4096, false);
   CHECK(mapped->base()[0] == 'x');
-  CHECK(raised([&] { shm::Segment::map(segment->read_only_fd(), 4096, true); }) == "Registration");
+  CHECK(raised([&] { Segment::map(segment->read_only_fd(), 4096, true); }) == "Registration");
   // The control block's first page belongs to its owner, even for who may write.
-  const auto control = shm::Segment::map(shm::Fd(::dup(segment->fd())), 4096, true);
+  const auto control = Segment::map(Fd(::dup(segment->fd())), 4096, true);
   control->protect_front(4096);
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // they report a signal themselves
   for (char* const at : {mapped->base(), control->base()}) {
@@ -320,11 +320,11 @@ TEST_CASE("shm: what may only be read is mapped so, and its descriptor cannot wr
 }
 
 TEST_CASE("shm: only a sealed memfd that is long enough is mapped") {
-  const auto offer = [](shm::Fd fd, std::uint64_t nbytes) {
-    return raised([&] { shm::Segment::map(std::move(fd), nbytes, true); });
+  const auto offer = [](Fd fd, std::uint64_t nbytes) {
+    return raised([&] { Segment::map(std::move(fd), nbytes, true); });
   };
   const auto memfd = [](int seals) {
-    shm::Fd fd(::memfd_create("onesided-test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+    Fd fd(::memfd_create("onesided-test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
     REQUIRE(::ftruncate(fd.get(), 8192) == 0);
     if (seals != 0) REQUIRE(::fcntl(fd.get(), F_ADD_SEALS, seals) == 0);
     return fd;
@@ -334,13 +334,13 @@ TEST_CASE("shm: only a sealed memfd that is long enough is mapped") {
   CHECK(offer(memfd(F_SEAL_SHRINK), kTop) == "Handle");
   CHECK(offer(memfd(0), 8192) == "Handle");
   CHECK(offer(memfd(F_SEAL_GROW), 8192) == "Handle");
-  CHECK(offer(shm::Fd(::dup(2)), 1) == "Handle");
-  CHECK(offer(shm::Fd(), 1) == "Handle");
-  const auto made = shm::Segment::create(5000, "onesided-test");
+  CHECK(offer(Fd(::dup(2)), 1) == "Handle");
+  CHECK(offer(Fd(), 1) == "Handle");
+  const auto made = Segment::create(5000, "onesided-test");
   CHECK(::ftruncate(made->fd(), 4096) != 0);
   CHECK(::ftruncate(made->fd(), 1 << 20) != 0);
-  CHECK(raised([] { shm::Segment::create(kTop, "onesided-test"); }) == "Registration");
-  CHECK(raised([] { shm::Segment::create(std::uint64_t{1} << 60, "onesided-test"); }) == "Registration");
+  CHECK(raised([] { Segment::create(kTop, "onesided-test"); }) == "Registration");
+  CHECK(raised([] { Segment::create(std::uint64_t{1} << 60, "onesided-test"); }) == "Registration");
 }
 
 TEST_CASE("shm: connections in any order, twice, to oneself; endpoints that are used, unknown or wrong") {

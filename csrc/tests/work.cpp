@@ -34,8 +34,8 @@ struct Bench {
   std::shared_ptr<Strand> strand = std::make_shared<Strand>();
   Gate gate;
 
-  std::shared_ptr<Work> submit(Work::Body body) { return strand->submit(std::move(body), patience()); }
-  std::shared_ptr<Work> block() {
+  std::shared_ptr<StrandWork> submit(StrandWork::Body body) { return strand->submit(std::move(body), patience()); }
+  std::shared_ptr<StrandWork> block() {
     auto work = submit([this](Checkpoint& between) { gate.pass(between); });
     gate.await_body();
     return work;
@@ -60,7 +60,7 @@ TEST_CASE("work: the completed one is always the same and always done") {
 TEST_CASE("work: a strand keeps the order, one operation at a time") {
   Bench bench;
   std::vector<unsigned> order;  // without a lock: ThreadSanitizer would see two at once
-  std::vector<std::shared_ptr<Work>> works;
+  std::vector<std::shared_ptr<StrandWork>> works;
   for (unsigned i = 0; i < 2000; ++i) works.push_back(bench.submit([&order, i](Checkpoint&) { order.push_back(i); }));
   works.back()->wait(patience());
   REQUIRE(order.size() == 2000);
@@ -216,7 +216,7 @@ TEST_CASE("work: drain leaves alone what is issued meanwhile") {
 
   // At the deadline, too. `later` is issued by the interrupt check, in the middle of the drain.
   static Bench* issuer = nullptr;
-  static std::shared_ptr<Work> later = nullptr;
+  static std::shared_ptr<StrandWork> later = nullptr;
   Bench other;
   issuer = &other;
   const auto running = other.block();
@@ -337,7 +337,7 @@ TEST_CASE("work: the body is destroyed after the operation has ended, so it may 
   const Stopwatch watch;
   auto owner = std::make_shared<Owner>(destroyed);
   Gate gate;
-  std::shared_ptr<Work> work =
+  std::shared_ptr<StrandWork> work =
       owner->strand->submit([owner, &gate](Checkpoint& between) { gate.pass(between); }, patience());
   owner = nullptr;
   CHECK_FALSE(destroyed);

@@ -59,7 +59,7 @@ def test_versions_grow_over_withdrawals_and_owners(state: ControlState) -> None:
 
 def test_a_live_owner_is_not_overwritten(state: ControlState) -> None:
     publish(state, "a", "n", b"1")
-    with pytest.raises(RemoteAccessError, match="'n' is published by a, which is alive"):
+    with pytest.raises(RemoteAccessError, match="'n' is published by a, whose lease runs for another"):
         publish(state, "b", "n", b"2")
     with pytest.raises(RemoteAccessError, match="only that client can withdraw it"):
         state.catalog.withdraw("b", "n")
@@ -104,7 +104,7 @@ def test_lookup_in_vain(state: ControlState, clock: Clock) -> None:
     publish(state, "a", "zebra", b"")
     with pytest.raises(HandleError, match=r"nothing is published as 'weights/1'; near it: 'weights/0'$"):
         state.lookup("weights/1", 0).result()
-    with pytest.raises(HandleError, match="'qqq'; 2 other names are"):
+    with pytest.raises(HandleError, match="'qqq'; there are 2 other names"):
         state.lookup("qqq", 0).result()
     ticket = state.lookup("weights/1", 2)
     advance(clock, state, 2)

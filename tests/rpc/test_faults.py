@@ -1,13 +1,16 @@
 """Processes that die, stop, fork and are interrupted, and servers that restart."""
 
+import contextlib
 import signal
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
-from onesided.rpc import Directory, Group, Server
+from onesided.rpc import Directory, Group, Server, client
 
+from onesided import Window
 from onesided.errors import ConnectionLost, DeadlineExceeded, HandleError
 
 MEMBER = """
@@ -163,6 +166,108 @@ def test_a_stopped_server_loses_nobody(spawn) -> None:
         assert group.lost_ranks() == frozenset()
         assert [entry.name for entry in group.directory.list()] == ["n"]
         groups[0].leave()
+
+
+NOBODY = "127.0.0.1:9"
+
+
+def within(timeout_s: float, use: Callable[[], object], error: type[Exception] = DeadlineExceeded) -> None:
+    """Raises at its deadline: not sooner, and not with what an answer of a server would be waited for."""
+    begun_s = time.monotonic()
+    with pytest.raises(error, match="no answer from the control plane"):
+        use()
+    assert timeout_s <= time.monotonic() - begun_s < timeout_s + 1.5
+
+
+def test_deadlines_hold_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "LATE_S", 20.0)
+    monkeypatch.setattr(client, "REPLY_S", 0.3)
+    for timeout_s in (0.0, 0.2, 1.0):
+        within(timeout_s, lambda timeout_s=timeout_s: Group.join(NOBODY, "g", 2, timeout_s=timeout_s))
+    with Directory(NOBODY) as directory:
+        within(0.2, lambda: directory.lookup("n", timeout_s=0.2))
+        within(0.2, lambda: Window.attach(directory, "n", timeout_s=0.2))
+        within(0.3, lambda: directory.lookup("n"), ConnectionLost)
+        within(0.3, lambda: directory.publish("n", b""), ConnectionLost)
+        begun_s = time.monotonic()
+    assert time.monotonic() - begun_s < client.LEAVE_S + 1
+
+
+def test_deadlines_hold_after_the_server_was_killed(spawn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "LATE_S", 20.0)
+    child = spawn("""
+        server = Server()
+        say("at", server.address)
+        sys.stdin.read()
+    """)
+    group = Group.join(child.said("at"), "g", 1)
+    group.barrier()
+    child.process.kill()
+    child.process.wait()
+    for timeout_s in (0.2, 0.5):
+        within(timeout_s, lambda timeout_s=timeout_s: group.barrier(timeout_s=timeout_s))
+        within(timeout_s, lambda timeout_s=timeout_s: group.directory.lookup("n", timeout_s=timeout_s))
+    group.leave()
+
+
+def test_a_silent_server_gets_no_more_than_its_grace(spawn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "LATE_S", 0.3)
+    child = spawn("""
+        server = Server()
+        say("at", server.address)
+        sys.stdin.read()
+    """)
+    group = Group.join(child.said("at"), "g", 1)
+    group.barrier()
+    child.process.send_signal(signal.SIGSTOP)
+    within(0.5, lambda: group.barrier(timeout_s=0.2))
+    child.process.send_signal(signal.SIGCONT)
+    group.leave()
+
+
+def test_putting_back_what_a_server_lost_keeps_the_deadline() -> None:
+    """Another thread is in the middle of it, and does not get on."""
+    with Server() as server:
+        address = server.address
+        group = Group.join(address, "g", 1)
+        group.directory.publish("n", b"v")
+        group.barrier()
+    for lock in (group._seat._restore_lock, group._seat._entries_lock):  # type: ignore[attr-defined]
+        with Server(address):
+            held, free = threading.Event(), threading.Event()
+
+            def hold(lock: threading.Lock = lock, held=held, free=free) -> None:
+                with lock:
+                    held.set()
+                    free.wait(30)
+
+            thread = threading.Thread(target=hold)
+            thread.start()
+            held.wait(30)
+            within(0.3, lambda: group.barrier(timeout_s=0.3))
+            free.set()
+            thread.join(30)
+            group.barrier()
+    group.leave()
+
+
+def test_waiting_for_another_thread_counts() -> None:
+    (group, _) = Group.local(2)
+    first = threading.Thread(target=lambda: suppressed(lambda: group.barrier(timeout_s=1)))
+    first.start()
+    while not group._turn.locked():
+        time.sleep(0.001)
+    begun_s = time.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        group.barrier(timeout_s=1.5)
+    assert time.monotonic() - begun_s < 2.3
+    first.join(30)
+    group.leave()
+
+
+def suppressed(use: Callable[[], object]) -> None:
+    with contextlib.suppress(DeadlineExceeded):
+        use()
 
 
 def test_a_restarted_server_gets_everything_back(together, eventually) -> None:

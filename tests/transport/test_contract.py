@@ -473,8 +473,11 @@ def test_signals_and_atomics(kind: Kind) -> None:
         private = pair.b.register_memory(bytearray(64), signals=1)
         pair.to_b.write(b"x", remote(private), signal=0)
         assert private.wait_signal(0, 1) == 1
-        with pytest.raises(Unsupported):
-            pair.to_b.fetch_add(remote(private), 0, 1)
+        if kind.name == "shm":  # cross-memory attach has none
+            with pytest.raises(Unsupported):
+                pair.to_b.fetch_add(remote(private), 0, 1)
+        else:
+            assert pair.to_b.fetch_add(remote(private), 8, 1) == 0
 
 
 def test_access(kind: Kind) -> None:
@@ -554,7 +557,10 @@ def test_torchcomms_32_writes_with_a_zero_deadline(kind: Kind) -> None:
                 outcomes.append(None)
             except DeadlineExceeded as error:
                 outcomes.append(error)
-        assert any(outcomes)
+        # Soft-RoCE on one processor moves the bytes while they are posted: nothing is left to be late.
+        assert any(outcomes) or kind.name == "rdma"
+        with pytest.raises(DeadlineExceeded):
+            pair.to_b.write(source, there, timeout_s=0)
         source[:] = 3
         pair.to_b.write(source, there).wait()
         assert (array(memory) == 3).all()
@@ -619,11 +625,13 @@ def test_case_31_the_peer_is_killed_in_the_middle(spawn, kind: Kind, private: bo
     with kind.open() as transport:
         connection = transport.connect(endpoint, name="the victim")
         there, source = RemoteMemory.from_bytes(handle), np.ones(64 * MIB, np.uint8)
-        works = [connection.write(source, there, async_op=True) for _ in range(200)]
+        works = [connection.write(source, there, async_op=True) for _ in range(4)]
         peer.kill()
         with raises(ConnectionLost, "the victim"):
-            for work in works:
-                work.wait(timeout_s=20)
+            # Some devices are done with what was posted before the peer is dead: there is always more to do.
+            for _ in range(1000):
+                works.append(connection.write(source, there, async_op=True))
+                works.pop(0).wait(timeout_s=20)
         with pytest.raises(ConnectionLost):
             connection.write(b"x", there)
         assert not connection.connected
@@ -673,11 +681,13 @@ def cycles(kind: Kind) -> None:
 
     with kind.open() as a, kind.open() as b:
         for cycle in (connect_cycle, transport_cycle):
-            for _ in range(30):
+            # Making a queue pair takes milliseconds.
+            count = 300 if kind.name == "shm" else 60
+            for _ in range(count // 10):
                 cycle(a, b)
             gc.collect()
             before = held()
-            for _ in range(300):
+            for _ in range(count):
                 cycle(a, b)
             gc.collect()
             no_more_than(before, cycle.__name__)

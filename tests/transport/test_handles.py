@@ -49,7 +49,7 @@ class World:
         return bool((array(self.memory) == 0x5A).all() and (array(self.secret) == 0x5A).all())
 
 
-@pytest.fixture(scope="module", params=["shm"])
+@pytest.fixture(scope="module", params=["shm", "rdma"])
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
     from harness import kind_named
 
@@ -340,4 +340,4 @@ def test_descriptors_sent_by_a_stranger_are_closed(world: World) -> None:
 
 def test_kinds_of_the_world(kind: Kind) -> None:
     """`world` above is made for every kind that is here."""
-    assert kind.name in ("shm",), "add the new kind to the fixture `world`"
+    assert kind.name in ("shm", "rdma"), "add the new kind to the fixture `world`"

@@ -3,13 +3,16 @@
 import ctypes
 import gc
 import mmap
+import platform
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import Kind
+from harness import Kind, pattern, same
+from pairs import connected, remote
 
-from onesided import LayoutError, RemoteMemory, StaleHandle
+from onesided import LayoutError, RegistrationError, RemoteMemory, StaleHandle
 
 N = 64 << 20  # large enough to be unmapped when it is freed
 
@@ -70,6 +73,23 @@ def test_close_lets_go_of_memory_that_nobody_looks_at(kind: Kind) -> None:
                 connection.write(dead, remote)
 
 
+def kernel_version() -> tuple[int, ...]:
+    return tuple(int(number) for number in platform.release().split("-")[0].split(".")[:2])
+
+
+def test_a_mapped_file_is_a_source(kind: Kind, tmp_path: Path) -> None:
+    """Weights lie in files; mapped read-only, they are put as they are."""
+    file = tmp_path / "weights"
+    file.write_bytes(pattern(100_000).tobytes())
+    with file.open("rb") as opened, connected(kind) as pair:
+        for flags in (mmap.MAP_SHARED, mmap.MAP_PRIVATE):
+            mapped = mmap.mmap(opened.fileno(), 0, flags=flags, prot=mmap.PROT_READ)
+            memory = pair.b.allocate(100_000, signals=1)
+            pair.to_b.write(mapped, remote(memory), signal=0)
+            memory.wait_signal(0, 1, timeout_s=20)
+            same(memory, pattern(100_000))
+
+
 @pytest.mark.parametrize("what", ["bytes", "array", "mapping"])
 def test_read_only_memory_stays_read_only(kind: Kind, what: str) -> None:
     source = {
@@ -82,6 +102,11 @@ def test_read_only_memory_stays_read_only(kind: Kind, what: str) -> None:
     with kind.open() as transport:
         with pytest.raises(LayoutError, match="read-only"):
             transport.register_memory(source, "rw")
+        if kind.name == "rdma" and what == "mapping" and kernel_version() < (6, 2):
+            # It is shared, too, and the kernel cannot pin that. A put copies it.
+            with pytest.raises(RegistrationError, match=r"Linux before 6\.2"):
+                transport.register_memory(source, "r")
+            return
         memory = transport.register_memory(source, "r")
         assert memoryview(memory).readonly
         assert not np.frombuffer(memory, np.uint8).flags.writeable

@@ -39,6 +39,7 @@ def test_bytes_arrive_both_ways(kind: Kind, dtype: torch.dtype) -> None:
         (older(torch.zeros(4, 4))[:, 1], LayoutError),
         (older(torch.zeros(4, dtype=torch.complex64)).conj(), LayoutError),
         (older(torch.tensor(1 + 2j).conj().imag), LayoutError),
+        (older(torch._neg_view(torch.ones(4))), LayoutError),
         (older(torch.zeros(4, device="meta")), Unsupported),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 from harness import Kind, Processes, Threads, raises
 from inputs import Use, bad_tensors, refuses
 
-from onesided import BoundsError, Group, Window
+from onesided import BoundsError, Group, LayoutError, Window
 from onesided.errors import OnesidedError
 
 Ranks = Threads | Processes
@@ -110,6 +110,59 @@ def test_tensors(kind: Kind) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         Threads().run(tensors, 2, kind)
+
+
+def hints(group: Group, kind: Kind) -> None:
+    """What is advised loses nothing: a copy as the destination, or under a window, would be."""
+    import torch
+
+    window = Window.allocate(group, 1024, signals=1, transport=kind.name)
+    strided, lazy = torch.zeros(4, 4).t(), torch.ones(4, dtype=torch.complex64).conj()
+    for tensor, source, destination, memory in (
+        (strided, "pass x.contiguous()", "x.copy_(it)", "in place of x"),
+        (np.zeros((4, 4)).T, "pass x.contiguous()", "x.copy_(it)", "in place of x"),
+        (lazy, "pass x.resolve_conj().resolve_neg()", "x.copy_(it)", "in place of x"),
+        (torch._neg_view(torch.ones(4)), "pass x.resolve_conj().resolve_neg()", "x.copy_(it)", "in place of x"),
+    ):
+        for use, says in (
+            (lambda t: window.put(t, 0), source), (lambda t: window.get(t, 0), destination),
+            (lambda t: Window.create(group, t, transport=kind.name), memory),
+        ):  # fmt: skip
+            with raises(LayoutError, says):
+                use(tensor)
+    into = torch.zeros(4, 4).t()
+    window.put(torch.arange(16.0), 0)
+    it = into.contiguous()
+    window.get(it, 0)
+    into.copy_(it)
+    assert torch.equal(into, torch.arange(16.0).view(4, 4))
+    window.close()
+
+
+def test_hints(kind: Kind) -> None:
+    Threads().run(hints, 1, kind)
+
+
+def test_messages(kind: Kind) -> None:
+    (group,) = Group.local(1)
+    window = Window.allocate(group, 64, signals=1, transport=kind.name)
+    for use, error, says in (
+        (lambda: window.put(None, 0), TypeError, "source .* not None"),
+        (lambda: window.get(None, 0), TypeError, "destination .* not None"),
+        (lambda: window.put(b"", None), TypeError, "peer must be an integer, not None"),
+        (lambda: window.put(b"", 0, None), TypeError, "offset_bytes must be an integer, not None"),
+        (lambda: window.put(b"", 0, async_op=None), TypeError, "async_op must be True or False, not None"),
+        (lambda: window.fetch_add(0, 0, None), TypeError, "add must be an integer, not None"),
+        (lambda: window.wait_signal(0, spin_s=None), TypeError, "spin_s must be a number of seconds, not None"),
+        (lambda: window.signal(0, 0, add=2**64), BoundsError, r"add must lie in \[-2\*\*63, 2\*\*64\)"),
+        (lambda: window.signal(0, 0, add=-(2**63) - 1), BoundsError, r"add must lie in \[-2\*\*63, 2\*\*64\)"),
+        (lambda: window.put(b"", 0, 2**64), BoundsError, r"offset_bytes must lie in \[0, 2\*\*64\)"),
+        (lambda: Window.create(group, None, transport=kind.name), TypeError, "not None"),
+    ):
+        with pytest.raises(error, match=says):
+            use()
+    window.close()
+    group.leave()
 
 
 def by_position(group: Group, kind: Kind) -> None:

@@ -3,7 +3,10 @@
 import contextlib
 import gc
 import json
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -19,6 +22,7 @@ from onesided import (
     LayoutError,
     RegistrationError,
     RemoteAccessError,
+    Server,
     StaleHandle,
     Unsupported,
     Window,
@@ -114,6 +118,7 @@ def test_shape_and_size_travel(directory: Directory, kind: Kind, shape, dtype: s
     with Window.expose(directory, "shaped", shape=shape, dtype=dtype, transport=kind.name) as window:
         with Window.attach(directory, "shaped", timeout_s=20) as attached:
             assert attached.nbytes == window.nbytes == nbytes
+            assert (attached.shape, attached.dtype) == (window.shape, window.dtype) == (window.shape, dtype)
             said = attached.describe()
             assert (said["shape"], said["dtype"]) == (window.describe()["shape"], dtype)
             attached.put(bytes(nbytes), 0)
@@ -220,14 +225,56 @@ def test_the_name_goes_with_the_window(directory: Directory, kind: Kind) -> None
 
 
 def test_a_name_exposed_again_by_the_same_process(directory: Directory, kind: Kind) -> None:
-    """The newer window has the name, also when the older one is closed."""
+    """Only when asked to. The newer window has the name, also when the older one is closed."""
     first = Window.expose(directory, "again", nbytes=8, transport=kind.name)
-    second = Window.expose(directory, "again", nbytes=16, transport=kind.name)
+    with pytest.raises(RemoteAccessError, match="'again' is the name of another open window of this process"):
+        Window.expose(directory, "again", nbytes=16, transport=kind.name)
+    with Window.attach(directory, "again", timeout_s=20) as attached:
+        assert attached.nbytes == 8
+    second = Window.expose(directory, "again", nbytes=16, transport=kind.name, replace=True)
     first.close()
     with Window.attach(directory, "again", timeout_s=20) as attached:
         assert attached.nbytes == 16
     second.close()
     assert directory.list("again") == []
+
+
+def test_the_name_goes_with_a_forgotten_window(directory: Directory, kind: Kind) -> None:
+    window = Window.expose(directory, "forgotten", nbytes=8, transport=kind.name)
+    del window
+    gc.collect()
+    wait_until(lambda: directory.list("forgotten") == [], "the name is withdrawn")
+    window = Window.expose(directory, "forgotten", nbytes=8, transport=kind.name)
+    del window
+    gc.collect()
+    with Window.expose(directory, "forgotten", nbytes=16, transport=kind.name):  # before or after the withdrawal
+        time.sleep(0.1)  # for the withdrawal, which must not take what is another's now
+        with Window.attach(directory, "forgotten", timeout_s=20) as attached:
+            assert attached.nbytes == 16
+
+
+def test_forgetting_a_window_does_not_wait_for_the_control_plane(kind: Kind) -> None:
+    with Server() as server:
+        directory = Directory(server.address)
+        window = Window.expose(directory, "away", nbytes=8, transport=kind.name)
+    begun = time.monotonic()
+    del window
+    gc.collect()
+    assert time.monotonic() - begun < 2
+    directory.close()
+
+
+def test_a_process_ends_with_an_exposed_window(processes: Processes, directory: Directory, kind: Kind) -> None:
+    """Nothing is printed, and the name is gone."""
+    code = f"""if True:
+        from onesided import Directory, Window
+        directory = Directory({processes.server.address!r})
+        window = Window.expose(directory, "ended", nbytes=8, transport={kind.name!r})
+        window.itself = window  # forgotten at the very end
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert directory.list("ended") == []
 
 
 @pytest.mark.parametrize(
@@ -295,8 +342,8 @@ def test_attach_to_a_stale_record(directory: Directory, kind: Kind) -> None:
     record = directory.lookup("stale").value
     window.close()
     directory.publish("stale", record)
-    with pytest.raises(StaleHandle):
-        Window.attach(directory, "stale", timeout_s=5)
+    with pytest.raises(StaleHandle, match="'stale'"):
+        Window.attach(directory, "stale", timeout_s=0.2)
     directory.withdraw("stale")
 
 
@@ -317,11 +364,31 @@ def test_the_owner_is_killed(processes: Processes, directory: Directory, spawn, 
             use()
     window.close()
     with contextlib.suppress(DeadlineExceeded, HandleError):  # in case that the lease has ended already
-        with pytest.raises(ConnectionLost):
+        with pytest.raises(ConnectionLost, match="window 'killed'"):
             Window.attach(directory, "killed", timeout_s=0)
     wait_until(lambda: not directory.list("killed"), "the name goes when the lease ends", 10)
     with Window.expose(directory, "killed", nbytes=8, transport=kind.name):
         Window.attach(directory, "killed", timeout_s=5).close()
+
+
+def test_the_owner_is_killed_and_restarts(processes: Processes, directory: Directory, spawn, kind: Kind) -> None:
+    """attach() in the meantime finds the new one; until the lease of the dead ends, its name is only taken over."""
+    process = exposed(spawn, processes.server.address, kind, "restarts", nbytes=8)
+    process.kill()
+    begun = time.monotonic()
+    with pytest.raises(ConnectionLost, match="window 'restarts'"):
+        Window.attach(directory, "restarts", timeout_s=0.3)
+    assert 0.3 <= time.monotonic() - begun < 2
+    with pytest.raises(RemoteAccessError, match=r"whose lease runs for another \d.\d s"):
+        Window.expose(directory, "restarts", nbytes=16, transport=kind.name)
+    attached: list[Window] = []
+    attacher = threading.Thread(target=lambda: attached.append(Window.attach(directory, "restarts", timeout_s=20)))
+    attacher.start()
+    time.sleep(0.1)  # it has met the dead one then; the test holds if not
+    with Window.expose(directory, "restarts", nbytes=16, transport=kind.name, replace=True):
+        attacher.join(20)
+        assert attached[0].nbytes == 16
+        attached[0].close()
 
 
 def test_the_attached_is_killed(processes: Processes, directory: Directory, spawn, kind: Kind) -> None:
@@ -362,7 +429,7 @@ def test_expose_refuses(directory: Directory, kind: Kind) -> None:
     for name in (None, 1, b"bad", ["bad"], object()):
         refused(TypeError, name, nbytes=8)
     for name in ("", "x" * 256, "\ud800"):
-        refused((BoundsError, ValueError), name, nbytes=8)
+        refused(BoundsError, name, nbytes=8)
     refused(TypeError, "bad")
     refused(TypeError, "bad", bytearray(8), nbytes=8)
     refused(TypeError, "bad", bytearray(8), dtype="u1")
@@ -399,9 +466,9 @@ def test_attach_refuses(directory: Directory, kind: Kind) -> None:
             with pytest.raises(BoundsError):
                 Window.attach(directory, "good", timeout_s=timeout_s)
         for bad in (None, "directory", 1, object()):
-            with pytest.raises((TypeError, AttributeError)):
+            with pytest.raises(TypeError, match="directory must be a Directory"):
                 Window.attach(bad, "good")  # type: ignore[arg-type]
-            with pytest.raises((TypeError, AttributeError)):
+            with pytest.raises(TypeError, match="directory must be a Directory"):
                 Window.expose(bad, "bad", nbytes=8, transport=kind.name)  # type: ignore[arg-type]
 
 
@@ -411,7 +478,7 @@ def test_a_closed_directory(processes: Processes, kind: Kind) -> None:
     directory.close()
     with pytest.raises(StaleHandle):
         Window.expose(directory, "more", nbytes=8, transport=kind.name)
-    with pytest.raises(StaleHandle):
+    with pytest.raises(StaleHandle, match="'left'"):
         Window.attach(directory, "left")
     window.put(b"x", 0)
     window.close()  # its name is gone already

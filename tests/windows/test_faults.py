@@ -97,6 +97,45 @@ def survive(group: Group, kind: Kind) -> None:
     parent.say("closed")
 
 
+def flush_after_a_loss(group: Group, kind: Kind) -> None:
+    """What was put to a lost rank is never there: flush says so every time, until the program knows."""
+    first, second = (Window.allocate(group, 64, signals=1, transport=kind.name) for _ in range(2))
+    group.barrier()
+    if group.rank == 1:
+        parent.say("ready")
+        parent.hear()
+        return
+    for window in (first, second):
+        window.flush()
+        window.put(b"x", 1)
+    parent.say("ready")
+    wait_until(lambda: first.lost() == second.lost() == [1], "the loss is seen")
+    for _ in range(3):
+        with raises(ConnectionLost, "rank 1"):
+            first.flush()
+    for _ in range(2):
+        with raises(ConnectionLost, "rank 1"):
+            second.flush(1)
+        with raises(ConnectionLost, "rank 1"):
+            second.flush()
+    for window in (first, second):
+        assert window.acknowledge_lost() == [1]
+        window.flush()
+        with raises(ConnectionLost, "rank 1"):
+            window.flush(1)
+        window.put(b"y", 0)
+        window.flush()
+        window.close()
+
+
+def test_flush_fails_until_the_loss_is_acknowledged(processes: Processes, kind: Kind) -> None:
+    team = processes.start(flush_after_a_loss, 2, kind)
+    for process in team:
+        assert process.said() == "ready"
+    team[1].kill()
+    team[0].result()
+
+
 def test_case_31_a_peer_is_killed(processes: Processes, kind: Kind, capsys) -> None:
     team = processes.start(survive, 3, kind)
     for process in team:

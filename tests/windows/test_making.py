@@ -19,18 +19,18 @@ Ranks = Threads | Processes
 
 def shapes_and_types(group: Group, kind: Kind) -> None:
     made = [
-        ({"nbytes": 10}, (10,), "uint8"), ({"shape": 3}, (3,), "uint8"), ({"shape": (2, 3),
+        ({"nbytes": 10}, (10,), "uint8"), ({"shape": 3, "dtype": "u1"}, (3,), "uint8"), ({"shape": (2, 3),
         "dtype": "float32"}, (2, 3), "float32"),
         ({"shape": [4, 1, 2], "dtype": np.int16}, (4, 1, 2), "int16"), ({"shape": (), "dtype": np.dtype("f8")}, (),
         "float64"),
         ({"shape": (0, 5), "dtype": "i4"}, (0, 5), "int32"), ({"nbytes": 0}, (0,), "uint8"),
-        ({"shape": np.int64(7)}, (7,), "uint8"),
+        ({"shape": np.int64(7), "dtype": "u1"}, (7,), "uint8"),
         ({"shape": (np.uint8(2), 2), "dtype": bool}, (2, 2), "bool"), ({"shape": 2, "dtype": complex}, (2,),
         "complex128"),
     ]  # fmt: skip
     for how, shape, dtype in made:
         window = Window.allocate(group, **how, transport=kind.name)
-        assert (window.array.shape, window.array.dtype.name) == (shape, dtype)
+        assert (window.array.shape, window.array.dtype.name) == (window.shape, window.dtype) == (shape, dtype)
         assert window.nbytes == window.array.nbytes == window.memory.nbytes
         assert not window.array.any()
         assert (window.rank, window.size) == (group.rank, group.size)
@@ -104,8 +104,11 @@ def refused_layouts(group: Group, kind: Kind) -> None:
         ({"nbytes": "8"}, TypeError), ({"nbytes": 8.0}, TypeError), ({"nbytes": True}, TypeError),
         ({"nbytes": [8]}, TypeError),
         ({"nbytes": -1}, BoundsError), ({"nbytes": 2**63}, BoundsError), ({"nbytes": 2**200}, BoundsError),
-        ({"shape": "88"}, TypeError), ({"shape": (2, "2")}, TypeError), ({"shape": (2, -1)}, BoundsError),
-        ({"shape": (2, 2.0)}, TypeError), ({"shape": ((2,), 2)}, TypeError), ({"shape": (2**62, 2**62)}, OnesidedError),
+        ({"shape": (2, 2)}, TypeError), ({"shape": 8}, TypeError), ({"shape": (2, 2), "dtype": None}, TypeError),
+        ({"shape": "88", "dtype": "u1"}, TypeError), ({"shape": (2, "2"), "dtype": "u1"}, TypeError),
+        ({"shape": (2, -1), "dtype": "u1"}, BoundsError), ({"shape": (2, None), "dtype": "u1"}, TypeError),
+        ({"shape": (2, 2.0), "dtype": "u1"}, TypeError), ({"shape": ((2,), 2), "dtype": "u1"}, TypeError),
+        ({"shape": (2**62, 2**62), "dtype": "u1"}, OnesidedError),
         ({"shape": 2**62, "dtype": "f8"}, OnesidedError), ({"shape": 8, "dtype": "no such"}, LayoutError),
         ({"shape": 8, "dtype": object}, LayoutError), ({"shape": 8, "dtype": "O"}, LayoutError),
         ({"shape": 8, "dtype": ">i4"}, LayoutError), ({"shape": 8, "dtype": [("a", "i4")]}, LayoutError),
@@ -131,14 +134,21 @@ def refused_layouts(group: Group, kind: Kind) -> None:
     window.close()
 
 
+def test_a_shape_needs_a_dtype(kind: Kind) -> None:
+    with pytest.raises(TypeError, match="give the dtype"):
+        Window.allocate(Group.local(1)[0], shape=(2, 2), transport=kind.name)
+
+
 def test_layouts_that_are_refused(ranks: Ranks, kind: Kind) -> None:
     ranks.run(refused_layouts, 2, kind)
 
 
 def refused_groups(kind: Kind) -> None:
     for bad in (None, "group", 1, object(), [1]):
-        with pytest.raises((TypeError, AttributeError)):
+        with pytest.raises(TypeError, match=r"group must be a Group, .* not (None|str|int|object|list)$"):
             Window.allocate(bad, 8, transport=kind.name)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="group must be a Group"):
+            Window.create(bad, bytearray(8), transport=kind.name)  # type: ignore[arg-type]
 
 
 def test_what_is_no_group(kind: Kind) -> None:

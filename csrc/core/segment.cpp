@@ -1,4 +1,4 @@
-#include "shm/segment.h"
+#include "core/segment.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -20,7 +20,7 @@
 #define MADV_POPULATE_WRITE 23
 #endif
 
-namespace onesided::shm {
+namespace onesided {
 namespace {
 
 constexpr std::uint64_t kPage = 4096;
@@ -81,11 +81,6 @@ std::uint64_t whole_pages(std::uint64_t nbytes) {
 }
 
 }  // namespace
-
-void Fd::reset(int fd) {
-  if (fd_ >= 0) ::close(fd_);
-  fd_ = fd;
-}
 
 std::shared_ptr<Segment> Segment::create(std::uint64_t nbytes, const char* name) {
   const std::uint64_t available = available_memory();
@@ -174,4 +169,4 @@ void Segment::protect_front(std::size_t nbytes) {
   if (::mprotect(base_, nbytes, PROT_READ) != 0) fail_errno(ErrorKind::Registration, errno, "mprotect failed");
 }
 
-}  // namespace onesided::shm
+}  // namespace onesided

@@ -6,32 +6,9 @@
 #include <memory>
 #include <string>
 
-namespace onesided::shm {
+#include "core/fd.h"
 
-// A descriptor that is closed with its owner.
-class Fd {
- public:
-  Fd() = default;
-  explicit Fd(int fd) : fd_(fd) {}
-  Fd(Fd&& other) noexcept : fd_(other.release()) {}
-  Fd& operator=(Fd&& other) noexcept {
-    if (this != &other) reset(other.release());
-    return *this;
-  }
-  ~Fd() { reset(); }
-
-  int get() const { return fd_; }
-  explicit operator bool() const { return fd_ >= 0; }
-  int release() {
-    const int fd = fd_;
-    fd_ = -1;
-    return fd;
-  }
-  void reset(int fd = -1);
-
- private:
-  int fd_ = -1;
-};
+namespace onesided {
 
 class Segment {
  public:
@@ -66,4 +43,4 @@ class Segment {
   const bool listed_;
 };
 
-}  // namespace onesided::shm
+}  // namespace onesided

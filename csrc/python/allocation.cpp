@@ -1,0 +1,97 @@
+// Which object of the caller's a buffer lies in, from its birth to its death: see Allocation in core/transport.h.
+#include <cstring>
+#include <unordered_map>
+
+#include "python/common.h"
+
+namespace onesided::python {
+namespace {
+
+struct Tracked {
+  PyObject* watch;  // a weak reference whose callback takes the entry out
+  std::shared_ptr<Allocation> allocation;
+};
+
+// By object. Under the GIL.
+std::unordered_map<PyObject*, Tracked>& tracked() {
+  static auto* const all = new std::unordered_map<PyObject*, Tracked>;
+  return *all;
+}
+
+// Called while the object dies, before its memory is freed: what devices know of it ends first.
+PyObject* forget(PyObject* key, PyObject*) {
+  auto* const object = static_cast<PyObject*>(PyLong_AsVoidPtr(key));
+  if (const auto found = tracked().find(object); found != tracked().end()) {
+    const Tracked gone = std::move(found->second);
+    tracked().erase(found);
+    Py_DECREF(gone.watch);
+  }
+  Py_RETURN_NONE;
+}
+PyMethodDef forget_method{"onesided_forget", forget, METH_O, nullptr};
+
+// The allocation of `object`, whose bytes are [data, data + nbytes). Null if its end cannot be watched.
+std::shared_ptr<Allocation> allocation_of(nb::handle object, void* data, std::uint64_t nbytes) {
+  auto& all = tracked();
+  if (const auto found = all.find(object.ptr()); found != all.end()) {
+    const auto& known = found->second.allocation;
+    if (known->data() == data && known->nbytes() == nbytes) return known;
+    // It has been resized: what is known of its former memory must not be used again.
+    Py_DECREF(found->second.watch);
+    all.erase(found);
+  }
+  const nb::object key = nb::steal(PyLong_FromVoidPtr(object.ptr()));
+  const nb::object callback = nb::steal(PyCFunction_New(&forget_method, key.ptr()));
+  PyObject* const watch = PyWeakref_NewRef(object.ptr(), callback.ptr());
+  if (watch == nullptr) {
+    PyErr_Clear();
+    return nullptr;
+  }
+  return all.emplace(object.ptr(), Tracked{watch, std::make_shared<Allocation>(data, nbytes)}).first->second.allocation;
+}
+
+bool is_named(PyTypeObject* type, const char* name) {
+  return std::strcmp(type->tp_name, name) == 0;
+}
+
+}  // namespace
+
+void identify(nb::handle object, How& how) {
+  static const nb::handle view_type = nb::type<PyView>(), memory_type = nb::type<PyMemory>();
+  if (object.type().is(memory_type)) {
+    how.memory = nb::inst_ptr<PyMemory>(object)->core.get();
+    return;
+  }
+  if (object.type().is(view_type)) {
+    how.memory = nb::inst_ptr<PyView>(object)->owner().core.get();
+    return;
+  }
+  try {
+    if (nb::hasattr(object, "untyped_storage")) {
+      // The Python object of a storage lives as long as the storage itself, whoever else uses that.
+      const nb::object storage = object.attr("untyped_storage")();
+      const auto data = nb::cast<std::uintptr_t>(storage.attr("data_ptr")());
+      how.allocation =
+          allocation_of(storage, reinterpret_cast<void*>(data), nb::cast<std::uint64_t>(storage.attr("nbytes")()));
+      return;
+    }
+    nb::object owner = nb::borrow(object);
+    while (is_named(Py_TYPE(owner.ptr()), "numpy.ndarray")) {
+      nb::object base = owner.attr("base");
+      if (base.is_none()) {
+        const auto data = nb::cast<std::uintptr_t>(owner.attr("ctypes").attr("data"));
+        how.allocation =
+            allocation_of(owner, reinterpret_cast<void*>(data), nb::cast<std::uint64_t>(owner.attr("nbytes")));
+        return;
+      }
+      owner = std::move(base);
+    }
+    while (PyMemoryView_Check(owner.ptr())) owner = nb::borrow(owner.attr("obj"));
+    if (owner.type().is(memory_type) || owner.type().is(view_type)) identify(owner, how);
+  } catch (const nb::python_error&) {
+    // Something else that looks like a tensor: it is registered for each operation.
+  } catch (const nb::cast_error&) {
+  }
+}
+
+}  // namespace onesided::python

@@ -1,0 +1,387 @@
+#include "verbs/connection.h"
+
+#if ONESIDED_HAS_VERBS
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "verbs/target.h"
+
+namespace onesided::verbs {
+
+RdmaConnection::RdmaConnection(std::shared_ptr<Hub> hub, const Endpoint& peer, const std::string& name, Fd socket)
+    : hub_(std::move(hub)),
+      transport_(peer.transport),
+      pid_(peer.pid),
+      peer_(std::make_shared<PeerState>(name)),
+      counters_(counters_for("rdma", name)),
+      socket_(std::make_unique<net::FramedSocket>(std::move(socket))) {}
+
+std::shared_ptr<RdmaConnection> RdmaConnection::open(std::shared_ptr<Hub> hub, const Endpoint& peer,
+                                                     const std::string& name, const Deadline& deadline) {
+  if (peer.kind != TransportKind::Rdma) {
+    fail(ErrorKind::Handle, "connect: this endpoint is of kind '", onesided::name_of(peer.kind), "', not 'rdma'");
+  }
+  Fd socket = net::connect_to(peer.address, name, deadline);
+  std::shared_ptr<RdmaConnection> connection(new RdmaConnection(hub, peer, name, std::move(socket)));
+  hub->watch(connection);
+  try {
+    Message hello;
+    hello.say = Say::Hello;
+    hello.id = peer.endpoint_id;
+    hello.token = peer.secret;
+    hello.pid = static_cast<std::uint32_t>(::getpid());
+    connection->peer_rails_ = connection->ask(std::move(hello), Say::Welcome, deadline).rails;
+    if (connection->peer_rails_.empty()) fail(ErrorKind::ConnectionLost, "connect: ", name, " has no rails");
+    connection->channel(deadline);
+  } catch (...) {
+    connection->close(Deadline::after(0));
+    throw;
+  }
+  return connection;
+}
+
+RdmaConnection::~RdmaConnection() {
+  if (hub_->forked()) {
+    new std::deque<std::shared_ptr<Channel>>(std::move(channels_));  // the parent's queue pairs
+    return;
+  }
+  InterruptScope undisturbed(nullptr);
+  try {
+    close(Deadline::after(5));
+  } catch (const Error&) {
+    // It is closed all the same.
+  }
+  forget_in_forked_child(socket_->fd());
+}
+
+// ---- Questions to the peer ------------------------------------------------------------------------------------------
+
+Message RdmaConnection::ask(Message question, Say expected, const Deadline& deadline) {
+  std::uint64_t request = 0;
+  {
+    std::lock_guard lock(mutex_);
+    request = question.request_id = next_request_++;
+    asked_[request] = std::nullopt;
+  }
+  struct Asked {
+    RdmaConnection& connection;
+    const std::uint64_t request;
+    ~Asked() {
+      std::lock_guard lock(connection.mutex_);
+      connection.asked_.erase(request);
+    }
+  } asked{*this, request};
+  if (peer_->lost()) peer_->fail_lost("connect");
+  if (!socket_->send(question.to_bytes())) {
+    fail(ErrorKind::ConnectionLost, "connect: the connection to ", peer_->name(), " has ended");
+  }
+  if (socket_->has_rest()) hub_->nudge();
+  std::optional<Message> answer;
+  const bool in_time = answered_.await(
+      [&] {
+        std::lock_guard lock(mutex_);
+        answer = asked_.at(request);
+        return answer.has_value() || peer_->lost() || closed_.load();
+      },
+      deadline);
+  if (!in_time) {
+    fail(ErrorKind::DeadlineExceeded, peer_->name(), " does not answer (its process may be stopped)");
+  }
+  if (!answer) {
+    if (closed_.load()) fail(ErrorKind::StaleHandle, "this connection was closed");
+    peer_->fail_lost("connect");
+  }
+  if (answer->say == Say::Failed) throw Error(answer->error, text(peer_->name(), ": ", answer->text));
+  if (answer->say != expected) {
+    fail(ErrorKind::ConnectionLost, "connect: ", peer_->name(), " does not speak this protocol");
+  }
+  return std::move(*answer);
+}
+
+void RdmaConnection::hear(const Message& message) {
+  if (message.say == Say::Revoke) {
+    Revocation revocation{message.id, {}};
+    {
+      std::lock_guard lock(mutex_);
+      for (const auto& [memory, target] : targets_) {
+        if (target->memory_id() == message.id) revocation.targets.push_back(target);
+      }
+      for (const auto& weak : attached_) {
+        if (auto target = weak.lock(); target != nullptr && target->memory_id() == message.id) {
+          revocation.targets.push_back(std::move(target));
+        }
+      }
+      for (const auto& target : revocation.targets) target->revoke();
+      revocations_.push_back(std::move(revocation));
+    }
+    return;  // finish_revocations() follows in the same turn of the hub's thread
+  }
+  {
+    std::lock_guard lock(mutex_);
+    if (const auto asked = asked_.find(message.request_id); asked != asked_.end()) asked->second = message;
+  }
+  answered_.notify();
+}
+
+bool RdmaConnection::finish_revocations() {
+  std::vector<Revocation> pending;
+  {
+    std::lock_guard lock(mutex_);
+    pending.swap(revocations_);
+  }
+  if (pending.empty()) return false;
+  std::vector<Revocation> left;
+  for (Revocation& revocation : pending) {
+    const bool quiet = std::all_of(revocation.targets.begin(), revocation.targets.end(),
+                                   [](const auto& target) { return target->quiet(); });
+    if (!quiet) {
+      left.push_back(std::move(revocation));
+      continue;
+    }
+    Message revoked;
+    revoked.say = Say::Revoked;
+    revoked.id = revocation.memory_id;
+    socket_->send(revoked.to_bytes());
+  }
+  const bool unfinished = !left.empty();
+  std::lock_guard lock(mutex_);
+  std::move(left.begin(), left.end(), std::back_inserter(revocations_));
+  return unfinished;
+}
+
+void RdmaConnection::lose_peer(const std::string& reason) {
+  if (closed_.load()) return;
+  peer_->lose(reason.empty() ? text("process ", pid_, " closed its transport or has ended") : reason);
+  counters_->add(Count::Errors);
+  answered_.notify();
+  opened_.notify();
+  end_channels(ErrorKind::ConnectionLost, peer_->reason(), [](const Channel&) { return true; });
+}
+
+void RdmaConnection::end_channels(ErrorKind kind, const std::string& cause,
+                                  const std::function<bool(const Channel&)>& which) {
+  std::shared_ptr<Channel> ended;
+  {
+    std::lock_guard lock(channels_mutex_);
+    if (!channels_.empty() && !channels_.back()->ended() && which(*channels_.back())) ended = channels_.back();
+  }
+  if (ended != nullptr) ended->end(kind, cause);
+}
+
+// ---- Generations ----------------------------------------------------------------------------------------------------
+
+void RdmaConnection::check_open() const {
+  if (closed_.load()) fail(ErrorKind::StaleHandle, "this connection is closed");
+  if (peer_->lost()) peer_->fail_lost("put or get");
+}
+
+const std::shared_ptr<Channel>& RdmaConnection::reopen(const Deadline& deadline) {
+  check_not_forked(hub_->made_in(), "this connection");
+  check_open();
+  if (!opened_.await([this] { return peer_->lost() || !opening_.exchange(true); }, deadline)) {
+    fail(ErrorKind::DeadlineExceeded, peer_->name(), " does not answer (its process may be stopped)");
+  }
+  check_open();
+  struct Opening {
+    RdmaConnection& connection;
+    ~Opening() {
+      connection.opening_.store(false);
+      connection.opened_.notify();
+    }
+  } opening{*this};
+  const std::shared_ptr<Channel>* const present = present_.load(std::memory_order_acquire);
+  if (present != nullptr && !(*present)->ended()) return *present;
+
+  // A path that fails again and again is not tried again and again: 10 ms, 20 ms, ... 1 s.
+  using namespace std::chrono_literals;
+  if (present != nullptr) {
+    quick_ends_ = Deadline::Clock::now() - opened_at_ < 1s ? std::min(quick_ends_ + 1, 8u) : 0;
+    if (quick_ends_ > 2) {
+      const auto pause = std::min<std::chrono::nanoseconds>(10ms * (1u << (quick_ends_ - 2)), 1s);
+      if (deadline.left(pause) < pause) {
+        fail(ErrorKind::ConnectionLost, "put or get to ", peer_->name(), ": the last ", quick_ends_,
+             " connections ended at once: ", (*present)->cause());
+      }
+      Event never;
+      never.await([this] { return peer_->lost() || closed_.load(); }, Deadline::never().at_most(pause),
+                  std::chrono::nanoseconds(0));
+      check_open();
+    }
+  }
+  auto channel = make_channel(deadline);
+  opened_at_ = Deadline::Clock::now();
+  std::lock_guard lock(channels_mutex_);
+  if (closed_.load()) fail(ErrorKind::StaleHandle, "this connection is closed");
+  channels_.push_back(std::move(channel));
+  present_.store(&channels_.back(), std::memory_order_release);
+  return channels_.back();
+}
+
+std::shared_ptr<Channel> RdmaConnection::make_channel(const Deadline& deadline) {
+  const std::size_t here = hub_->rails().size(), there = peer_rails_.size();
+  std::vector<Channel::LanePlan> plans;
+  // Both ends sort their rails by name, so that equal numbers are most likely on one network. Who has fewer uses each more
+  // than once.
+  for (std::size_t lane = 0; lane < std::min(std::max(here, there), kMostLanes); ++lane) {
+    plans.push_back({hub_->devices()[lane % here], hub_->rails()[lane % here], lane % here, lane % there});
+  }
+  auto channel = std::make_shared<Channel>(plans, hub_->tuning(), peer_->name(), ++generation_);
+  Message open;
+  open.say = Say::Open;
+  open.generation = generation_;
+  const auto addresses = channel->addresses();
+  for (std::size_t lane = 0; lane < addresses.size(); ++lane) {
+    open.pairs.push_back({static_cast<std::uint8_t>(channel->local_rail(lane)),
+                          static_cast<std::uint8_t>(channel->remote_rail(lane)), addresses[lane]});
+  }
+  const Message opened = ask(std::move(open), Say::Opened, deadline);
+  std::vector<QueueAddress> peers;
+  for (const PairRequest& pair : opened.pairs) peers.push_back(pair.address);
+  channel->connect(peers);
+  counters_->add(Count::Registrations);
+  return channel;
+}
+
+// ---- Targets --------------------------------------------------------------------------------------------------------
+
+void RdmaConnection::check_handle(const RemoteMemory& remote) const {
+  if (remote.kind == TransportKind::Rdma && remote.transport == transport_) return;
+  fail(ErrorKind::Handle, "attach: this handle is not of a memory of ", peer_->name());
+}
+
+std::shared_ptr<Target> RdmaConnection::target(const RemoteMemory& remote, const Deadline& deadline) {
+  check_not_forked(hub_->made_in(), "this connection");
+  check_handle(remote);
+  const std::pair memory(remote.memory_id, remote.key);
+  std::shared_ptr<RdmaTarget> target;
+  {
+    std::lock_guard lock(mutex_);
+    if (const auto known = targets_.find(memory); known != targets_.end()) target = known->second;
+  }
+  if (target != nullptr) {
+    counters_->add(Count::CacheHits);
+  } else {
+    target = open_memory(remote, true, deadline);
+    std::vector<std::shared_ptr<RdmaTarget>> ended;  // outlives the lock
+    std::lock_guard lock(mutex_);
+    if (closed_.load()) fail(ErrorKind::StaleHandle, "attach: this connection is closed");
+    for (auto known = targets_.begin(); known != targets_.end();) {
+      if (!known->second->ended()) {
+        ++known;
+        continue;
+      }
+      ended.push_back(std::move(known->second));
+      known = targets_.erase(known);
+    }
+    target = targets_.emplace(memory, std::move(target)).first->second;
+  }
+  if (remote.offset > target->nbytes() || remote.nbytes > target->nbytes() - remote.offset) {
+    fail(ErrorKind::Handle, "attach: this handle describes more than the ", target->nbytes(), " bytes of the memory");
+  }
+  return target;
+}
+
+std::shared_ptr<Target> RdmaConnection::attach(const RemoteMemory& remote, const Deadline& deadline) {
+  return open_memory(remote, false, deadline);
+}
+
+std::shared_ptr<RdmaTarget> RdmaConnection::open_memory(const RemoteMemory& remote, bool whole,
+                                                        const Deadline& deadline) {
+  hub_->check_usable("this transport");
+  if (closed_.load()) fail(ErrorKind::StaleHandle, "attach: this connection is closed");
+  check_handle(remote);
+  Message attach;
+  attach.say = Say::Attach;
+  attach.id = remote.memory_id;
+  attach.token = remote.key;
+  Reach reach = ask(std::move(attach), Say::Attached, deadline).reach;
+  const std::uint64_t pieces = reach.nbytes == 0 ? 0 : (reach.nbytes - 1) / reach.piece_nbytes + 1;
+  if (reach.keys.size() != pieces * peer_rails_.size() || reach.words_keys.size() != peer_rails_.size()) {
+    give_back(remote.memory_id);
+    fail(ErrorKind::ConnectionLost, "attach: ", peer_->name(), " described its memory wrongly");
+  }
+  if (remote.offset > reach.nbytes || remote.nbytes > reach.nbytes - remote.offset) {
+    give_back(remote.memory_id);
+    fail(ErrorKind::Handle, "attach: this handle describes more than the ", reach.nbytes, " bytes of the memory");
+  }
+  const auto access = static_cast<Access>(static_cast<unsigned>(remote.access) & static_cast<unsigned>(reach.access));
+  const std::uint64_t offset = whole ? 0 : remote.offset;
+  const std::uint64_t nbytes = whole ? reach.nbytes : remote.nbytes;
+  counters_->add(Count::Registrations);
+  auto target =
+      std::make_shared<RdmaTarget>(shared_from_this(), remote.memory_id, std::move(reach), offset, nbytes, access);
+  std::lock_guard lock(mutex_);
+  if (closed_.load()) fail(ErrorKind::StaleHandle, "attach: this connection is closed");
+  std::erase_if(attached_, [](const auto& weak) { return weak.expired(); });
+  attached_.push_back(target);
+  return target;
+}
+
+// The peer counts memories, not targets: it is told when the last target of this memory goes.
+void RdmaConnection::give_back(std::uint64_t memory_id) {
+  std::vector<std::shared_ptr<RdmaTarget>> open;  // outlives the lock
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& weak : attached_) open.push_back(weak.lock());
+    for (const auto& target : open) {
+      if (target != nullptr && target->memory_id() == memory_id && !target->ended()) return;
+    }
+  }
+  Message detach;
+  detach.say = Say::Detach;
+  detach.id = memory_id;
+  socket_->send(detach.to_bytes());  // if that fails it goes with the connection
+}
+
+void RdmaConnection::close(const Deadline& deadline) {
+  if (hub_->forked()) return;
+  std::vector<std::shared_ptr<RdmaTarget>> open;
+  decltype(targets_) cached;
+  {
+    std::lock_guard lock(mutex_);
+    if (closed_.exchange(true)) return;
+    for (const auto& weak : attached_) {
+      if (auto target = weak.lock()) open.push_back(std::move(target));
+    }
+    cached.swap(targets_);
+    attached_.clear();
+  }
+  FirstFailure failure;
+  for (const auto& target : open) failure.attempt([&] { target->close(deadline); });
+  peer_->lose("the connection was closed here");
+  end_channels(ErrorKind::StaleHandle, "the connection was closed here", [](const Channel&) { return true; });
+  hub_->unwatch(socket_->fd());
+  socket_->shut();
+  answered_.notify();
+  opened_.notify();
+  hub_->wake_waiters();
+  failure.rethrow();
+}
+
+Description RdmaConnection::describe() const {
+  std::shared_ptr<Channel> channel;
+  {
+    std::lock_guard lock(channels_mutex_);
+    if (!channels_.empty()) channel = channels_.back();
+  }
+  Description rows{
+      {"peer", peer_->name()},
+      {"kind", "rdma"},
+      {"pid", std::to_string(pid_)},
+      {"state", peer_->lost() ? "lost: " + peer_->reason() : "open"},
+  };
+  if (channel != nullptr) {
+    rows.emplace_back("generation", std::to_string(channel->generation()));
+    for (std::size_t lane = 0; lane < channel->lanes(); ++lane) {
+      rows.emplace_back(text("lane ", lane),
+                        text(channel->lane_name(lane), ", to the peer's rail ", channel->remote_rail(lane), ", ",
+                             channel->bytes_posted(lane), " bytes posted"));
+    }
+    if (channel->ended()) rows.emplace_back("ended", channel->cause());
+  }
+  return rows;
+}
+
+}  // namespace onesided::verbs
+#endif

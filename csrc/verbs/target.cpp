@@ -1,0 +1,635 @@
+#include "verbs/target.h"
+
+#if ONESIDED_HAS_VERBS
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+namespace onesided::verbs {
+namespace {
+
+// From here on an operation is spread over all lanes: below, starting a second device costs more than it brings.
+constexpr std::uint64_t kStriped = 128 << 10;
+constexpr std::uint64_t kStripeUnit = 4096;
+
+// Numbers of work requests have 40 bits: a year of a million a second.
+constexpr unsigned kNumberBits = 40;
+constexpr std::uint64_t kNumberMask = (std::uint64_t{1} << kNumberBits) - 1;
+
+class RdmaWork final : public Work {
+ public:
+  RdmaWork(std::shared_ptr<RdmaTarget> target, Channel& channel, const char* operation, const Ticket& first,
+           const Ticket& last, const Deadline& deadline)
+      : target_(std::move(target)),
+        channel_(channel),
+        operation_(operation),
+        first_(first),
+        last_(last),
+        deadline_(deadline) {}
+
+  bool done() override {
+    if (over()) return true;
+    channel_.poll();
+    channel_.end_if_failed();
+    if (!over() && deadline_.passed()) cancel();
+    return over();
+  }
+
+  void wait(const Deadline& deadline) override {
+    const Deadline until = deadline.sooner(deadline_);
+    if (!over() && !channel_.await(last_, until, [] {})) cancel();
+    if (channel_.complete(last_)) return;
+    target_->told(channel_);
+    throw target_->explain(channel_, operation_, first_, last_);
+  }
+
+  std::optional<Error> error() override {
+    if (!done() || channel_.complete(last_)) return std::nullopt;
+    target_->told(channel_);
+    return target_->explain(channel_, operation_, first_, last_);
+  }
+
+ private:
+  bool over() const { return channel_.complete(last_) || channel_.ended(); }
+  void cancel() {
+    channel_.end(ErrorKind::DeadlineExceeded,
+                 "the deadline passed, and all that was under way to this peer was cancelled; no source is read again");
+  }
+
+  const std::shared_ptr<RdmaTarget> target_;
+  Channel& channel_;  // the target's connection keeps it
+  const char* const operation_;
+  const Ticket first_, last_;
+  const Deadline deadline_;
+};
+
+}  // namespace
+
+// Counts an operation as under way, so that the owner of the memory is not told that all is quiet.
+class RdmaTarget::UnderWay {
+ public:
+  [[gnu::always_inline]] UnderWay(RdmaTarget& target, const char* operation, bool revoked_too = false)
+      : target_(target) {
+    target.under_way_.fetch_add(1, std::memory_order_seq_cst);
+    if ((target.revoked_.load(std::memory_order_seq_cst) && !revoked_too) ||
+        target.closed_.load(std::memory_order_relaxed) || target.peer().lost()) {
+      end();
+      refuse(operation, revoked_too);
+    }
+  }
+  ~UnderWay() { end(); }
+  UnderWay(const UnderWay&) = delete;
+  UnderWay& operator=(const UnderWay&) = delete;
+
+ private:
+  [[noreturn]] void refuse(const char* operation, bool revoked_too) const {
+    if (target_.closed_.load()) fail(ErrorKind::StaleHandle, operation, ": this window is closed");
+    if (target_.revoked_.load() && !revoked_too) {
+      fail(ErrorKind::StaleHandle, operation, ": the memory of ", target_.peer().name(), " was closed");
+    }
+    target_.peer().fail_lost(operation);
+  }
+  void end() { target_.under_way_.fetch_sub(1, std::memory_order_seq_cst); }
+
+  RdmaTarget& target_;
+};
+
+// The caller's buffer, with keys for it: those of a memory of this transport, those of an object that are kept while it
+// lives, or new ones for this operation only.
+class RdmaTarget::Local {
+ public:
+  Local(Hub& hub, const void* data, std::uint64_t nbytes, const How& how, bool written) {
+    if (const auto* memory = dynamic_cast<const RdmaMemory*>(how.memory);
+        memory != nullptr && memory->hub() == &hub && (!written || permits(memory->access(), Access::Write))) {
+      hold_ = memory->registration();
+      if (hold_ != nullptr && hold_->contains(data, nbytes)) return;
+    }
+    if (how.allocation != nullptr) {
+      try {
+        hold_ = hub.registration_of(how.allocation);
+        if (hold_->contains(data, nbytes)) return;
+      } catch (const Error&) {
+        // The whole of it cannot be registered: read-only, or more than is allowed. What is needed perhaps can.
+      }
+    }
+    HostMemory memory(const_cast<void*>(data));
+    hold_ = std::make_shared<Registration>(hub.devices(), memory, reinterpret_cast<std::uint64_t>(data), nbytes,
+                                           written ? kDestination : kSourceOnly);
+    hub.counters()->add(Count::Registrations);
+  }
+
+  std::uint32_t key(std::size_t rail, const char* data) const { return hold_->lkey(rail, offset(data)); }
+  std::uint64_t to_end_of_piece(const char* data) const {
+    return hold_->piece_nbytes() - offset(data) % hold_->piece_nbytes();
+  }
+  const std::shared_ptr<Registration>& hold() const { return hold_; }
+
+ private:
+  std::uint64_t offset(const char* data) const { return reinterpret_cast<std::uint64_t>(data) - hold_->address(); }
+  std::shared_ptr<Registration> hold_;
+};
+
+RdmaTarget::RdmaTarget(std::shared_ptr<RdmaConnection> connection, std::uint64_t memory_id, Reach reach,
+                       std::uint64_t offset, std::uint64_t nbytes, Access access)
+    : connection_(std::move(connection)),
+      made_in_(fork_generation()),
+      memory_id_(memory_id),
+      reach_(std::move(reach)),
+      offset_(offset),
+      nbytes_(nbytes),
+      access_(access),
+      one_piece_(reach_.piece_nbytes >= reach_.nbytes) {}
+
+RdmaTarget::~RdmaTarget() {
+  if (made_in_ != fork_generation()) return;
+  InterruptScope undisturbed(nullptr);
+  try {
+    close(Deadline::after(5));
+  } catch (const Error&) {
+    // It is closed all the same.
+  }
+}
+
+[[gnu::always_inline]] inline void RdmaTarget::check(const char* operation, Access wanted, std::uint64_t offset,
+                                                     std::uint64_t nbytes) const {
+  if (made_in_ != fork_generation() || offset > nbytes_ || nbytes > nbytes_ - offset || !permits(access_, wanted))
+      [[unlikely]] {
+    refuse(operation, wanted, offset, nbytes);
+  }
+}
+
+void RdmaTarget::refuse(const char* operation, Access wanted, std::uint64_t offset, std::uint64_t nbytes) const {
+  check_not_forked(made_in_, "this window");
+  check_bounds(operation, peer().name(), offset, nbytes, nbytes_);
+  if (!permits(access_, wanted)) {
+    fail(ErrorKind::RemoteAccess, operation, ": the memory of ", peer().name(), " permits '", name_of(access_),
+         "' only");
+  }
+}
+
+template <class Operation>
+[[gnu::always_inline]] inline auto RdmaTarget::counted(Operation&& operation) {
+  try {
+    auto result = operation();
+    unflushed_.store(true, std::memory_order_relaxed);
+    return result;
+  } catch (const Error& error) {
+    counters().add(Count::Errors);
+    if (const Channel* const used = used_.load(); used != nullptr && used->ended()) told(*used);
+    throw seen_from_here(error);
+  }
+}
+
+// What a device reports because a memory is no longer there, in the words of who uses it.
+Error RdmaTarget::seen_from_here(const Error& error) const {
+  if (error.kind() != ErrorKind::RemoteAccess && error.kind() != ErrorKind::ConnectionLost) return error;
+  if (revoked_.load()) {
+    return Error(ErrorKind::StaleHandle,
+                 text("the memory of ", peer().name(), " was closed meanwhile: ", error.what()));
+  }
+  if (closed_.load()) return Error(ErrorKind::StaleHandle, text("this window was closed meanwhile: ", error.what()));
+  return error;
+}
+
+// ---- Generations ----------------------------------------------------------------------------------------------------
+
+[[gnu::always_inline]] inline Channel& RdmaTarget::begin(bool signals, const Deadline& deadline) {
+  Channel& channel = *connection_->channel(deadline);
+  if (used_.load(std::memory_order_acquire) != &channel) change_channel(channel, signals);
+  return channel;
+}
+
+void RdmaTarget::change_channel(Channel& channel, bool signals) {
+  std::lock_guard lock(change_mutex_);
+  Channel* const before = used_.load();
+  if (before == &channel) return;
+  if (before != nullptr && told_.load() != before->generation() && !before->complete(tracked(*before))) {
+    untold_ = explain(*before, "an earlier put", Ticket{}, tracked(*before));
+  }
+  used_.store(&channel, std::memory_order_release);
+  if (signals && untold_) {
+    const Error error = *untold_;
+    untold_.reset();
+    throw Error(error.kind(), text("the signal was not sent: ", error.what()));
+  }
+}
+
+std::optional<Error> RdmaTarget::take_untold() {
+  std::lock_guard lock(change_mutex_);
+  Channel* const used = used_.load();
+  if (!untold_ && used != nullptr && used->ended() && told_.load() != used->generation() &&
+      !used->complete(tracked(*used))) {
+    untold_ = explain(*used, "an earlier put", Ticket{}, tracked(*used));
+    told_.store(used->generation());
+  }
+  auto error = std::move(untold_);
+  untold_.reset();
+  return error;
+}
+
+// A thread may come late with a number of a generation that is over: the larger generation wins.
+void RdmaTarget::track(const Channel& channel, std::size_t lane, std::uint64_t number) {
+  const std::uint64_t tagged = std::uint64_t{channel.generation()} << kNumberBits | (number & kNumberMask);
+  std::uint64_t before = last_[lane].load(std::memory_order_relaxed);
+  while (before < tagged && !last_[lane].compare_exchange_weak(before, tagged, std::memory_order_seq_cst)) continue;
+}
+
+Ticket RdmaTarget::tracked(const Channel& channel) const {
+  Ticket ticket{};
+  for (std::size_t lane = 0; lane < channel.lanes(); ++lane) {
+    const std::uint64_t tagged = last_[lane].load(std::memory_order_seq_cst);
+    if (tagged >> kNumberBits == channel.generation()) ticket[lane] = tagged & kNumberMask;
+  }
+  return ticket;
+}
+
+Error RdmaTarget::explain(const Channel& channel, const char* what, const Ticket& first, const Ticket& last) const {
+  return seen_from_here(channel.error_for(what, first, last));
+}
+
+void RdmaTarget::await(const char* operation, Channel& channel, const Ticket& first, const Ticket& last,
+                       const Deadline& deadline) {
+  bool in_time = false;
+  try {
+    in_time = channel.await(last, deadline, [] {});
+  } catch (...) {
+    // Ctrl-C. The caller is about to have its buffer back.
+    channel.end(ErrorKind::ConnectionLost, "an operation was interrupted, and all that was under way was cancelled");
+    told(channel);
+    throw;
+  }
+  if (!in_time) {
+    channel.end(ErrorKind::DeadlineExceeded,
+                "the deadline passed, and all that was under way to this peer was cancelled; no source is read again");
+  }
+  if (channel.complete(last)) return;
+  told(channel);
+  throw explain(channel, operation, first, last);
+}
+
+// ---- Addresses ------------------------------------------------------------------------------------------------------
+
+std::uint32_t RdmaTarget::key(const Channel& channel, std::size_t lane, std::uint64_t offset) const {
+  const std::uint64_t pieces = reach_.piece_nbytes >= reach_.nbytes ? 1 : (reach_.nbytes - 1) / reach_.piece_nbytes + 1;
+  const std::uint64_t piece = pieces == 1 ? 0 : (offset_ + offset) / reach_.piece_nbytes;
+  return reach_.keys[channel.remote_rail(lane) * pieces + piece];
+}
+
+std::uint64_t RdmaTarget::to_end_of_piece(std::uint64_t offset) const {
+  return reach_.piece_nbytes >= reach_.nbytes ? reach_.nbytes
+                                              : reach_.piece_nbytes - (offset_ + offset) % reach_.piece_nbytes;
+}
+
+Channel::Word RdmaTarget::word(const Channel& channel, const Signal& signal) const {
+  return {reach_.words_address + sizeof(std::uint64_t) * (std::uint64_t{signal.index} + 1),
+          reach_.words_keys[channel.remote_rail(0)], signal.add};
+}
+
+// Cuts `nbytes` into shares, one a lane. Calls `post(lane, at, end of the share, number)`, which posts as much from `at` on as
+// one work request can take, sets its number, and returns how much that was.
+template <class Post>
+std::pair<Ticket, Ticket> RdmaTarget::in_parts(Channel& channel, std::uint64_t nbytes, bool one_lane,
+                                               const Post& post) {
+  const std::size_t lanes = one_lane || nbytes < kStriped ? 1 : channel.lanes();
+  const std::uint64_t share = lanes == 1 ? nbytes : (nbytes / lanes + kStripeUnit - 1) / kStripeUnit * kStripeUnit;
+  Ticket first{}, last{};
+  for (std::size_t lane = 0; lane < lanes; ++lane) {
+    std::uint64_t at = std::min(nbytes, lane * share);
+    const std::uint64_t end = lane + 1 == lanes ? nbytes : std::min(nbytes, at + share);
+    while (at < end) {
+      at += post(lane, at, end, last[lane]);
+      if (first[lane] == 0) first[lane] = last[lane];
+      track(channel, lane, last[lane]);
+    }
+  }
+  return {first, last};
+}
+
+// Strong signals: one queue pair keeps its order by itself, but a signal on the first says nothing of the others.
+void RdmaTarget::settle_other_lanes(const char* operation, Channel& channel, const Deadline& deadline) {
+  if (channel.lanes() == 1) return;
+  Ticket others = tracked(channel);
+  others[0] = 0;
+  if (channel.complete(others)) return;
+  for (std::size_t lane = 1; lane < channel.lanes(); ++lane) {
+    if (others[lane] != 0) others[lane] = std::max(others[lane], channel.marker(lane, deadline));
+  }
+  await(operation, channel, Ticket{}, others, deadline);
+}
+
+// ---- Operations -----------------------------------------------------------------------------------------------------
+
+std::shared_ptr<Work> RdmaTarget::later(const char* operation, Channel& channel, const Ticket& first,
+                                        const Ticket& last, const How& how, std::shared_ptr<void> registration) {
+  channel.keep_until(last, how.keep, std::move(registration));
+  return std::make_shared<RdmaWork>(std::static_pointer_cast<RdmaTarget>(shared_from_this()), channel, operation, first,
+                                    last, how.deadline);
+}
+
+namespace {
+void check_deadline(const char* operation, const std::string& peer, const Deadline& deadline) {
+  if (deadline.passed()) {
+    fail(ErrorKind::DeadlineExceeded, operation, " to ", peer, ": the deadline passed; its source is not read again");
+  }
+}
+}  // namespace
+
+std::shared_ptr<Work> RdmaTarget::write(const void* source, std::uint64_t nbytes, std::uint64_t offset,
+                                        const std::optional<Signal>& signal, const How& how) {
+  if (how.async || signal || nbytes == 0 || nbytes > Channel::kStaged || !one_piece_) {
+    return write_any(source, nbytes, offset, signal, how);
+  }
+  // What most operations are, apart from the rest for its sake: tests/test_put_cost.py counts its instructions.
+  counted([&] {
+    check("put", Access::Write, offset, nbytes);
+    if (!how.deadline.is_never()) check_deadline("put", peer().name(), how.deadline);
+    UnderWay under_way(*this, "put");
+    Channel& channel = begin(false, how.deadline);
+    Counters& counts = *connection_->counters();
+    counts.add(Count::Puts);
+    counts.add(Count::BytesPut, nbytes);
+    track(channel, 0,
+          channel.write_small(source, static_cast<std::uint32_t>(nbytes), reach_.address + offset_ + offset,
+                              reach_.keys[channel.remote_rail(0)], how.deadline));
+    return 0;
+  });
+  return nullptr;
+}
+
+std::shared_ptr<Work> RdmaTarget::write_any(const void* source, std::uint64_t nbytes, std::uint64_t offset,
+                                            const std::optional<Signal>& signal, const How& how) {
+  return counted([&]() -> std::shared_ptr<Work> {
+    check("put", Access::Write, offset, nbytes);
+    if (signal) check_signal("put", peer().name(), signal->index, reach_.signals);
+    check_deadline("put", peer().name(), how.deadline);
+    UnderWay under_way(*this, "put");
+    Channel& channel = begin(signal.has_value(), how.deadline);
+    if (signal) settle_other_lanes("put", channel, how.deadline);
+    Channel::Word then{};
+    if (signal) then = word(channel, *signal);
+    counters().add(Count::Puts);
+    counters().add(Count::BytesPut, nbytes);
+    if (signal) counters().add(Count::Signals);
+
+    if (nbytes <= Channel::kStaged && (nbytes == 0 || nbytes <= to_end_of_piece(offset))) {
+      Ticket ticket{};
+      if (nbytes != 0) {
+        ticket[0] =
+            channel.write_staged(0, source, static_cast<std::uint32_t>(nbytes), reach_.address + offset_ + offset,
+                                 key(channel, 0, offset), signal ? &then : nullptr, how.async, how.deadline);
+      } else if (signal) {
+        ticket[0] = channel.signal(0, then, how.async, how.deadline);
+      } else {
+        return nullptr;
+      }
+      track(channel, 0, ticket[0]);
+      return how.async ? later("put", channel, ticket, ticket, how, nullptr) : nullptr;
+    }
+
+    const char* const from = static_cast<const char*>(source);
+    std::optional<Local> found;
+    try {
+      found.emplace(connection_->hub(), source, nbytes, how, false);
+    } catch (const Error& error) {
+      // Read-only memory that is shared (a mapped file) cannot be registered on Linux before 6.2, only copied.
+      if (error.error_number() != EFAULT) throw;
+      const Ticket last = write_copied(channel, from, nbytes, offset, signal ? &then : nullptr, how);
+      return how.async ? later("put", channel, Ticket{}, last, how, nullptr) : nullptr;
+    }
+    const Local& local = *found;
+    // An asynchronous signal stays behind its bytes only on one queue pair; nobody is there to send it later.
+    const bool one_lane = signal && (how.async || channel.lanes() == 1);
+    const auto [first, last] = in_parts(
+        channel, nbytes, one_lane, [&](std::size_t lane, std::uint64_t at, std::uint64_t end, std::uint64_t& number) {
+          const std::uint64_t part = std::min({end - at, to_end_of_piece(offset + at), local.to_end_of_piece(from + at),
+                                               std::uint64_t{channel.longest_message()}});
+          const bool is_last = at + part == end;
+          number = channel.write(lane, from + at, static_cast<std::uint32_t>(part),
+                                 local.key(channel.local_rail(lane), from + at), reach_.address + offset_ + offset + at,
+                                 key(channel, lane, offset + at), one_lane && is_last ? &then : nullptr, is_last,
+                                 how.deadline);
+          return part;
+        });
+    if (how.async) return later("put", channel, first, last, how, local.hold());
+    await("put", channel, first, last, how.deadline);
+    if (signal && !one_lane) track(channel, 0, channel.signal(0, then, false, how.deadline));
+    return nullptr;
+  });
+}
+
+// In pieces that are copied first; the signal is on the last.
+Ticket RdmaTarget::write_copied(Channel& channel, const char* source, std::uint64_t nbytes, std::uint64_t offset,
+                                const Channel::Word* then, const How& how) {
+  Ticket last{};
+  for (std::uint64_t at = 0; at < nbytes;) {
+    const std::uint64_t part = std::min({nbytes - at, std::uint64_t{Channel::kStaged}, to_end_of_piece(offset + at)});
+    const bool is_last = at + part == nbytes;
+    last[0] = channel.write_staged(0, source + at, static_cast<std::uint32_t>(part),
+                                   reach_.address + offset_ + offset + at, key(channel, 0, offset + at),
+                                   is_last ? then : nullptr, is_last && how.async, how.deadline);
+    track(channel, 0, last[0]);
+    at += part;
+  }
+  counters().add(Count::Copies);
+  return last;
+}
+
+std::shared_ptr<Work> RdmaTarget::read(void* destination, std::uint64_t nbytes, std::uint64_t offset, const How& how) {
+  return counted([&]() -> std::shared_ptr<Work> {
+    check("get", Access::Read, offset, nbytes);
+    check_deadline("get", peer().name(), how.deadline);
+    UnderWay under_way(*this, "get");
+    Channel& channel = begin(false, how.deadline);
+    counters().add(Count::Gets);
+    counters().add(Count::BytesGot, nbytes);
+    if (nbytes == 0) return nullptr;
+    if (!how.async && nbytes <= Channel::kStaged && nbytes <= to_end_of_piece(offset)) {
+      const Channel::Slot slot(channel, how.deadline);
+      Ticket ticket{};
+      ticket[0] = channel.read(0, slot.data(), static_cast<std::uint32_t>(nbytes), slot.lkey(0),
+                               reach_.address + offset_ + offset, key(channel, 0, offset), true, how.deadline);
+      track(channel, 0, ticket[0]);
+      await("get", channel, ticket, ticket, how.deadline);
+      std::memcpy(destination, slot.data(), nbytes);
+      counters().add(Count::Copies);
+      return nullptr;
+    }
+    const Local local(connection_->hub(), destination, nbytes, how, true);
+    char* const to = static_cast<char*>(destination);
+    const auto [first, last] = in_parts(
+        channel, nbytes, false, [&](std::size_t lane, std::uint64_t at, std::uint64_t end, std::uint64_t& number) {
+          const std::uint64_t part = std::min({end - at, to_end_of_piece(offset + at), local.to_end_of_piece(to + at),
+                                               std::uint64_t{channel.longest_message()}});
+          number = channel.read(lane, to + at, static_cast<std::uint32_t>(part),
+                                local.key(channel.local_rail(lane), to + at), reach_.address + offset_ + offset + at,
+                                key(channel, lane, offset + at), at + part == end, how.deadline);
+          return part;
+        });
+    if (how.async) return later("get", channel, first, last, how, local.hold());
+    await("get", channel, first, last, how.deadline);
+    return nullptr;
+  });
+}
+
+std::shared_ptr<Work> RdmaTarget::signal(const Signal& signal, const How& how) {
+  return counted([&]() -> std::shared_ptr<Work> {
+    check_not_forked(made_in_, "this window");
+    check_signal("signal", peer().name(), signal.index, reach_.signals);
+    check_deadline("signal", peer().name(), how.deadline);
+    UnderWay under_way(*this, "signal");
+    Channel& channel = begin(true, how.deadline);
+    settle_other_lanes("signal", channel, how.deadline);
+    counters().add(Count::Signals);
+    Ticket ticket{};
+    ticket[0] = channel.signal(0, word(channel, signal), how.async, how.deadline);
+    track(channel, 0, ticket[0]);
+    return how.async ? later("signal", channel, ticket, ticket, how, nullptr) : nullptr;
+  });
+}
+
+std::uint64_t RdmaTarget::atomic_address(const char* operation, std::uint64_t offset) const {
+  check(operation, Access::ReadWrite, offset, sizeof(std::uint64_t));
+  const std::uint64_t address = reach_.address + offset_ + offset;
+  if (address % sizeof(std::uint64_t) != 0) {
+    fail(ErrorKind::Bounds, operation, ": offset ", offset, " is not aligned to 8 bytes");
+  }
+  return address;
+}
+
+std::uint64_t RdmaTarget::fetch_add(std::uint64_t offset, std::uint64_t add, const Deadline& deadline) {
+  return counted([&] {
+    const std::uint64_t address = atomic_address("fetch_add", offset);
+    check_deadline("fetch_add", peer().name(), deadline);
+    UnderWay under_way(*this, "fetch_add");
+    Channel& channel = begin(false, deadline);
+    counters().add(Count::Atomics);
+    const Channel::Slot slot(channel, deadline);
+    Ticket ticket{};
+    ticket[0] = channel.fetch_add(0, slot.index(), {address, key(channel, 0, offset), add}, deadline);
+    track(channel, 0, ticket[0]);
+    await("fetch_add", channel, ticket, ticket, deadline);
+    std::uint64_t held;
+    std::memcpy(&held, slot.data(), sizeof held);
+    return held;
+  });
+}
+
+std::uint64_t RdmaTarget::compare_swap(std::uint64_t offset, std::uint64_t expected, std::uint64_t desired,
+                                       const Deadline& deadline) {
+  return counted([&] {
+    const std::uint64_t address = atomic_address("compare_swap", offset);
+    check_deadline("compare_swap", peer().name(), deadline);
+    UnderWay under_way(*this, "compare_swap");
+    Channel& channel = begin(false, deadline);
+    counters().add(Count::Atomics);
+    const Channel::Slot slot(channel, deadline);
+    Ticket ticket{};
+    ticket[0] = channel.compare_swap(0, slot.index(), address, key(channel, 0, offset), expected, desired, deadline);
+    track(channel, 0, ticket[0]);
+    await("compare_swap", channel, ticket, ticket, deadline);
+    std::uint64_t held;
+    std::memcpy(&held, slot.data(), sizeof held);
+    return held;
+  });
+}
+
+// An acknowledged write may still be on its way from the peer's device to its memory. A read behind it on the same queue pair
+// comes back only when it has arrived (PCI Express: a read pushes the writes before it).
+void RdmaTarget::flush(const Deadline& deadline) {
+  check_not_forked(made_in_, "this window");
+  unflushed_.store(false, std::memory_order_relaxed);  // first: what is issued from here on is for the next flush
+  if (const auto error = take_untold()) throw *error;
+  UnderWay under_way(*this, "flush", true);
+  Channel* const channel = used_.load(std::memory_order_acquire);
+  if (channel != nullptr && !channel->ended()) {
+    const Ticket before = tracked(*channel);
+    Ticket ticket{};
+    std::optional<Channel::Slot> slot;
+    bool any = false;
+    std::array<std::uint64_t, kMostLanes> flushed{};
+    for (std::size_t lane = 0; lane < channel->lanes(); ++lane) {
+      const std::uint64_t tagged = std::uint64_t{channel->generation()} << kNumberBits | before[lane];
+      if (before[lane] == 0 || flushed_[lane].load() == tagged) continue;
+      if (revoked_.load()) {  // its owner takes the keys away; it waits for what is under way
+        ticket[lane] = channel->marker(lane, deadline);
+        any = true;
+        continue;
+      }
+      if (!slot) slot.emplace(*channel, deadline);
+      ticket[lane] = channel->read(lane, slot->data(), sizeof(std::uint64_t), slot->lkey(lane), reach_.words_address,
+                                   reach_.words_keys[channel->remote_rail(lane)], true, deadline);
+      flushed[lane] = tagged;
+      any = true;
+    }
+    if (any) await("flush", *channel, ticket, ticket, deadline);
+    for (std::size_t lane = 0; lane < channel->lanes(); ++lane) {
+      if (flushed[lane] != 0) flushed_[lane].store(flushed[lane]);
+    }
+  }
+  if (const auto error = take_untold()) throw *error;
+  counters().add(Count::Flushes);
+}
+
+// ---- The end --------------------------------------------------------------------------------------------------------
+
+bool RdmaTarget::quiet() {
+  if (under_way_.load(std::memory_order_seq_cst) != 0) return false;
+  Channel* const channel = used_.load(std::memory_order_acquire);
+  if (channel == nullptr || channel->ended()) return true;
+  Ticket ticket = tracked(*channel);
+  if (channel->complete(ticket)) return true;
+  try {
+    for (std::size_t lane = 0; lane < channel->lanes(); ++lane) {
+      if (ticket[lane] != 0 && !channel->complete(lane, ticket[lane])) channel->marker(lane, Deadline::after(0));
+    }
+  } catch (const Error&) {
+    return channel->ended();  // no room at the moment
+  }
+  channel->poll();
+  channel->end_if_failed();
+  return channel->ended() || channel->complete(ticket);
+}
+
+// Waits until no operation is under way and all that were posted are complete. False at the deadline.
+bool RdmaTarget::settle(const Deadline& deadline) {
+  for (;;) {
+    if (quiet()) return true;
+    Channel* const channel = used_.load(std::memory_order_acquire);
+    // Looked at every millisecond: operations of other threads end without telling.
+    if (channel != nullptr && !channel->ended()) {
+      channel->await(tracked(*channel), deadline.at_most(std::chrono::milliseconds(1)), [] {});
+    }
+    if (under_way_.load() != 0) {
+      Event never;
+      never.await([this] { return under_way_.load() == 0; }, deadline.at_most(std::chrono::milliseconds(1)));
+    }
+    if (deadline.passed()) return quiet();
+  }
+}
+
+void RdmaTarget::close(const Deadline& deadline) {
+  if (closed_.exchange(true) || made_in_ != fork_generation()) return;
+  FirstFailure failure;
+  failure.attempt([&] {
+    if (settle(deadline)) return;
+    const std::string cause = text("the deadline of a close passed before all operations to ", peer().name(),
+                                   " were complete; the rest are cancelled");
+    if (Channel* const channel = used_.load(); channel != nullptr) channel->end(ErrorKind::DeadlineExceeded, cause);
+    fail(ErrorKind::DeadlineExceeded, "close: ", cause);
+  });
+  connection_->give_back(memory_id_);
+  failure.rethrow();
+}
+
+Description RdmaTarget::describe() const {
+  Description rows = connection_->describe();
+  rows.emplace_back("path", text("RDMA over ", reach_.words_keys.size(),
+                                 reach_.words_keys.size() == 1 ? " rail" : " rails", ": the devices move the bytes"));
+  rows.emplace_back("nbytes", std::to_string(nbytes_));
+  rows.emplace_back("access", name_of(access_));
+  if (revoked_.load()) rows.emplace_back("memory", "closed by its owner");
+  return rows;
+}
+
+}  // namespace onesided::verbs
+#endif

@@ -1,0 +1,5 @@
+"""`python -m onesided` is the command `onesided`."""
+
+from .cli import main
+
+main(prog_name="onesided")
