@@ -143,7 +143,7 @@ class Report:
             ("workers", str(summary.workers)),
             ("workers lost", "\n".join(self.losses) or "none"),
             ("publish, median", f"{summary.publish_seconds_median * 1e3:.1f} ms"),
-            ("rate", f"{summary.gbps:.2f} GB/s, copying {how}"),
+            ("rate", f"{summary.gbps:.2f} GB/s, {how}"),
             ("limit: memcpy, one thread", f"{summary.memcpy_gbps:.2f} GB/s, measured in this run"),
             ("ratio to the limit", f"{summary.ratio:.2f}"),
             ("embeddings equal", f"{vectors} of {answers}"),

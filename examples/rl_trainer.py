@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import asdict
 from time import monotonic, perf_counter
+from typing import Any
 
 import torch
 from minilm import (
@@ -162,6 +163,14 @@ def run(options: Namespace, fleet: Fleet, report: Report) -> bool:
             pids = ", ".join(str(worker.process.pid) for worker in fleet.workers)
             report.say(f"Ready. The workers' process ids are {pids}: try `kill -9` or `kill -STOP` on one.")
             train(options, Trainer(weights, tokenizer, read_pairs()), publisher, sentences)
-            how = next(row["method"] for row in reversed(window.describe()["copying"]) if row["chosen"])
+            how = how_bytes_moved(window.describe())
             fleet.wait_ended(timeout_s=5)
     return report.close(nbytes(weights), len(weights), how, options.json)
+
+
+def how_bytes_moved(described: dict[str, Any]) -> str:
+    """For the report: what moved most of the bytes."""
+    if described["transport"] == "rdma":
+        return f"by RDMA ({described['peers'][-1]['lane 0'].split(',')[0]})"
+    method = next(row["method"] for row in reversed(described["copying"]) if row["chosen"])
+    return f"copying {method}"

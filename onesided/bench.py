@@ -1,8 +1,22 @@
 """`onesided bench`: what an operation costs between two processes, beside what this machine could do at best.
 
-Every figure is a median of several rounds. Each round times, one right after the other on the same source, a
-one-thread memcpy into private memory (the limit), the operation from Python, and the same loop in C++. All memory is
-touched before. Sizes are in bytes, bandwidth in GB/s of 1e9 bytes.
+Every figure is a median of several rounds. Each round times, one right after the other on the same source, the limit,
+the operation from Python, and the same loop in C++. All memory is touched before. Sizes are in bytes, bandwidth in GB/s
+of 1e9 bytes.
+
+The limit is a one-thread memcpy into private memory on shm; on rdma it is perftest on the first of the transport's
+ports, with its GID (onesided/perftest.py). What the modes of a row are, and what stands beside each on rdma:
+
+- "one at a time": a get, a fetch_add, a put and then a flush (which reads from the target), a put with a signal.
+  limit_gbps is ib_write_bw or ib_read_bw with 128 in flight. limit_latency_us is ib_read_lat or ib_atomic_lat; for what
+  goes to and fro (signals, and puts up to 64 KiB), half a round trip as of ib_write_lat.
+- "completed": an asynchronous put that is waited for, then the next, to 64 KiB. limit_latency_us is ib_write_bw with
+  one in flight.
+- "128 in flight": asynchronous puts or gets, as many of them under way at once. limit_gbps as above.
+
+perftest uses one port: where a transport has several rails, ONESIDED_NICS names the one to compare. Without perftest
+the limits are empty. With one processor, to and fro between two that spin measures the scheduler, with perftest as
+here; "completed" does not.
 
 On a busy machine a ping-pong waits for the scheduler, a thousand times longer than for its peer. So loops end by time,
 too: a round that took too long makes the next one shorter, and a loop that took too long gets fewer rounds.
@@ -15,6 +29,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,34 +39,44 @@ import numpy as np
 
 from . import _core
 from .errors import OnesidedError, Unsupported
+from .perftest import Perftest
 from .rpc import Group, Server
 from .windows import Window
 
-__all__ = ["OPERATIONS", "Row", "check_plot", "plot", "run"]
+__all__ = ["OPERATIONS", "Row", "check_plot", "limit_name", "plot", "run"]
 
 OPERATIONS = ("put", "get", "signal", "atomic")
 ROUNDS = 9
-ROUND_S = 0.02  # a round of one kind of loop lasts about this long
-LONG_ROUND_S = 0.2  # after one that took longer, the next is to last ROUND_S
+ROUND_S = {"shm": 0.02}  # a round of one kind of loop lasts about this long
+OTHER_ROUND_S = 0.2  # on other kinds of transport, where the device has to come up to speed
+LONG = 10  # after a round that took so many times as long, the next is to last as long as it should
+PERFTEST_EVERY = 3  # rounds: starting it takes a second
+IN_FLIGHT = 128  # as of perftest
 LOOP_S = 4.0  # after so long, a loop gets no more rounds
 MOST = 20_000  # operations in a round
 PING_PONG_LIMIT = 64 << 10  # above, the latency of a put is the time until it is flushed, not half a round trip
 PATIENCE_S = 120.0
+ONE_AT_A_TIME, COMPLETED, MANY = "one at a time", "completed", f"{IN_FLIGHT} in flight"
 SPIN_S = 1.0  # the waiter of a ping-pong spins, so that the signal is timed and not the scheduler
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. `latency_us`: half a round trip of put (to 64 KiB) and signal, else one operation's duration."""
+    """One measurement; the module tells of the modes and limits. `ratio` is gbps / limit_gbps.
+
+    `latency_us`: with mode "one at a time", half a round trip of put (to 64 KiB) and signal; else that of an operation.
+    """
 
     op: str
     transport: str
     api: str
+    mode: str
     size: int
     latency_us: float
+    limit_latency_us: float | None
     gbps: float
-    limit_gbps: float
-    ratio: float
+    limit_gbps: float | None
+    ratio: float | None
 
     def as_dict(self) -> dict[str, Any]:
         """The row as `--json` writes it."""
@@ -98,43 +123,70 @@ def _side(
         Window.allocate(group, nbytes=max(8, *sizes), signals=1, transport=transport) as window,
     ):
         kind = str(window.describe()["transport"])
+        nics = [name.strip() for name in os.environ.get("ONESIDED_NICS", "").split(",") if name.strip()]
+        perftest = Perftest.on_chosen(nics) if rank == 0 and kind == "rdma" else None
         for size in sizes:
             if on_size is not None:
                 on_size(size)
-            yield from _Measurement(group, window, op, kind, size).rows()
+            yield from _Measurement(group, window, op, kind, size, perftest).rows()
         group.barrier(timeout_s=PATIENCE_S)  # the memory stays until both are done
 
 
 class _Measurement:
     """Both sides of the measurement of one operation and size. Rank 0 times; rank 1 answers, or sleeps in a barrier."""
 
-    def __init__(self, group: Group, window: Window, op: str, kind: str, size: int) -> None:
+    def __init__(self, group: Group, window: Window, op: str, kind: str, size: int, perftest: Perftest | None) -> None:
         self.group, self.window, self.op, self.kind, self.size = group, window, op, kind, size
         self.leads = group.rank == 0
         self.peer = 1 - group.rank
+        self.round_s = ROUND_S.get(kind, OTHER_ROUND_S)
+        self.perftest = perftest
         self.source = np.full(max(size, 8), group.rank + 1, np.uint8)[:size]
         self.private = np.full(size, 7, np.uint8)
         self.target = np.full(size, 7, np.uint8)
 
     def rows(self) -> Iterator[Row]:
-        loops: dict[str, Callable[[int], float]] = {"python": self._python_loop(), "core": self._core_loop()}
-        seconds: dict[str, list[float]] = {"limit": [], **{api: [] for api in loops}}
-        paces = {api: _Pace(self, self._count(loop)) for api, loop in loops.items()}
-        memcpy_count = max(1, min(100_000, int(ROUND_S / max(self._memcpy(1), 1e-9)))) if self.leads else 1
-        for _ in range(ROUNDS):
-            if self.leads:
-                seconds["limit"].append(self._memcpy(memcpy_count))
-            for api, loop in loops.items():
-                if (count := paces[api].next()) and (self.leads or self._answers()):
-                    seconds[api].append(paces[api].took(loop(count)))
-        latency = {api: self._latency(api, paces[api].count, statistics.median(seconds[api] or [0.0])) for api in loops}
+        loops = self._loops()
+        seconds: dict[tuple[str, str], list[float]] = {key: [] for key in loops}
+        limits: dict[str, list[float]] = {}  # seconds for an operation, by what row they are the limit of
+        paces = {key: _Pace(self, self._count(loop, self._answers())) for key, loop in loops.items()}
+        memcpy_count = max(1, min(100_000, int(self.round_s / max(self._memcpy(1), 1e-9)))) if self.leads else 1
+        for turn in range(ROUNDS):
+            if self.leads and self.kind == "shm":
+                limits.setdefault("bandwidth", []).append(self._memcpy(memcpy_count))
+            for key, loop in loops.items():
+                if (count := paces[key].next()) and (self.leads or self._answers()):
+                    seconds[key].append(paces[key].took(loop(count)))
+            if self.perftest is not None and turn % PERFTEST_EVERY == 0:
+                self._run_perftest(self.perftest, {key[1]: seconds[key][-1] for key in loops}, limits)
+        latency = {key: self._latency(*key, statistics.median(seconds[key] or [0.0])) for key in loops}
         if not self.leads:
             return
-        limit = self._gbps(statistics.median(seconds["limit"]))
-        for api in loops:
-            gbps = self._gbps(statistics.median(seconds[api]))
-            ratio = gbps / limit if limit else 0.0
-            yield Row(self.op, self.kind, api, self.size, latency[api] * 1e6, gbps, limit, ratio)
+        if self.perftest is not None and self._has_latency_limit():
+            first = latency["python", ONE_AT_A_TIME]
+            limits[ONE_AT_A_TIME] = [
+                self.perftest.latency_s(self.op, self.size, first) for _ in range(ROUNDS // PERFTEST_EVERY)
+            ]
+        gbps_limit = self._gbps(statistics.median(limits["bandwidth"])) if limits.get("bandwidth") else None
+        for api, mode in loops:
+            gbps = self._gbps(statistics.median(seconds[api, mode]))
+            ratio = gbps / gbps_limit if gbps_limit else None
+            limit_us = statistics.median(limits[mode]) * 1e6 if limits.get(mode) else None
+            latency_us = latency[api, mode] * 1e6
+            yield Row(self.op, self.kind, api, mode, self.size, latency_us, limit_us, gbps, gbps_limit, ratio)
+
+    def _run_perftest(self, perftest: Perftest, ours: dict[str, float], limits: dict[str, list[float]]) -> None:
+        """Adds to `limits`; `ours` says how long an operation takes about."""
+        for mode, in_flight, limit in ((MANY, IN_FLIGHT, "bandwidth"), (COMPLETED, 1, COMPLETED)):
+            if mode in ours and (each_s := perftest.seconds(self.op, self.size, in_flight, ours[mode])):
+                limits.setdefault(limit, []).append(each_s)
+
+    def _has_latency_limit(self) -> bool:
+        return self.op != "put" or self._goes_to_and_fro()
+
+    def _goes_to_and_fro(self) -> bool:
+        """Whether the latency of a put is half a round trip."""
+        return 8 <= self.size <= PING_PONG_LIMIT
 
     def _gbps(self, seconds: float) -> float:
         return self.size / seconds / 1e9 if seconds > 0 else 0.0
@@ -146,13 +198,13 @@ class _Measurement:
         """Whether rank 1 takes part in the loop, or only lends its memory."""
         return self.op == "signal"
 
-    def _count(self, loop: Callable[[int], float]) -> int:
+    def _count(self, loop: Callable[[int], float], both: bool) -> int:
         """How often a round runs the loop: rank 0 tries, more and more often, and tells rank 1."""
         wanted = 1
         for tries in (3, 30, 300):
             self.group.barrier(timeout_s=PATIENCE_S)
-            trial = loop(tries) if self.leads or self._answers() else 0.0
-            wanted = self.told(max(1, min(MOST, int(ROUND_S / trial))) if trial > 0 else 1)
+            trial = loop(tries) if self.leads or both else 0.0
+            wanted = self.told(max(1, min(MOST, int(self.round_s / trial))) if trial > 0 else 1)
             if wanted < 10 * tries:
                 break
         return wanted
@@ -162,6 +214,32 @@ class _Measurement:
         return int(self.group.all_gather(b"%d" % number, timeout_s=PATIENCE_S)[0])
 
     # ---- The loops: each runs the operation `count` times and returns seconds for one ---------------------------
+
+    def _loops(self) -> dict[tuple[str, str], Callable[[int], float]]:
+        """By the row's api and mode."""
+        loops = {("python", ONE_AT_A_TIME): self._python_loop(), ("core", ONE_AT_A_TIME): self._core_loop()}
+        if self.kind != "shm" and self.op == "put" and self._goes_to_and_fro():
+            loops["python", COMPLETED] = self._in_flight_loop(1)
+        if self.kind != "shm" and self.op in ("put", "get"):
+            loops["python", MANY] = self._in_flight_loop(IN_FLIGHT)
+        return loops
+
+    def _in_flight_loop(self, in_flight: int) -> Callable[[int], float]:
+        begin_one = self.window.put if self.op == "put" else self.window.get
+        buffer, peer = self.source if self.op == "put" else self.target, self.peer
+
+        def loop(count: int) -> float:
+            works: deque[_core.Work] = deque()
+            begin = time.perf_counter()
+            for _ in range(count):
+                if len(works) == in_flight:
+                    works.popleft().wait()
+                works.append(begin_one(buffer, peer, async_op=True))
+            for work in works:
+                work.wait()
+            return (time.perf_counter() - begin) / count
+
+        return loop
 
     def _python_loop(self) -> Callable[[int], float]:
         window, source, target, peer = self.window, self.source, self.target, self.peer
@@ -236,21 +314,21 @@ class _Measurement:
                 flush(peer)
         return (time.perf_counter() - begin) / count / 2
 
-    def _latency(self, api: str, count: int, duration: float) -> float:
-        if self.op != "put" or not 8 <= self.size <= PING_PONG_LIMIT:
+    def _core_put_ping_pong(self, count: int) -> float:
+        self.window.array[: self.size] = 0
+        self.group.barrier(timeout_s=PATIENCE_S)
+        return _core.bench_put_latency(self.window, self.peer, self.source, count, self.leads)
+
+    def _latency(self, api: str, mode: str, duration: float) -> float:
+        if self.op != "put" or mode != ONE_AT_A_TIME or not self._goes_to_and_fro():
             return duration
+        loop = self._put_ping_pong if api == "python" else self._core_put_ping_pong
         rounds = []
-        pace = _Pace(self, count)
+        pace = _Pace(self, self._count(loop, both=True))
         for _ in range(ROUNDS):
             if not (count := pace.next()):
                 break
-            if api == "python":
-                seconds = self._put_ping_pong(count)
-            else:
-                self.window.array[: self.size] = 0
-                self.group.barrier(timeout_s=PATIENCE_S)
-                seconds = _core.bench_put_latency(self.window, self.peer, self.source, count, self.leads)
-            rounds.append(pace.took(seconds))
+            rounds.append(pace.took(loop(count)))
         return statistics.median(rounds)
 
 
@@ -272,14 +350,20 @@ class _Pace:
         """Hears of the last round; returns what it is told."""
         seconds = self.count * each_s
         self._spent_s += seconds
-        if seconds > LONG_ROUND_S:
-            self.count = max(1, int(self.count * ROUND_S / seconds))
+        round_s = self._measurement.round_s
+        if seconds > LONG * round_s:
+            self.count = max(1, int(self.count * round_s / seconds))
         return each_s
 
 
 def words(array: Any) -> memoryview:
     """The whole 8-byte words of an array of bytes. Reading one is a third of what numpy takes for it."""
     return memoryview(array)[: len(array) // 8 * 8].cast("Q")
+
+
+def limit_name(kind: str) -> str:
+    """What stands beside the figures of a kind of transport."""
+    return "memcpy, one thread" if kind == "shm" else "perftest"
 
 
 def check_plot() -> None:
@@ -298,14 +382,15 @@ def plot(rows: list[Row], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, (bandwidth, latency) = plt.subplots(1, 2, figsize=(12, 5))
-    for api, style in (("python", "o-"), ("core", "s--")):
-        of_api = [row for row in rows if row.api == api]
-        sizes = [row.size for row in of_api]
-        bandwidth.plot(sizes, [row.gbps for row in of_api], style, label=f"{of_api[0].op}, {api}")
-        latency.plot(sizes, [row.latency_us for row in of_api], style, label=f"{of_api[0].op}, {api}")
-    limit = [row for row in rows if row.api == "python"]
-    sizes = [row.size for row in limit]
-    bandwidth.plot(sizes, [row.limit_gbps for row in limit], "k:", label="limit: memcpy, one thread")
+    kinds = dict.fromkeys((row.api, row.mode) for row in rows)
+    for (api, mode), style in zip(kinds, ("o-", "s--", "^-", "v-"), strict=False):
+        of_kind = [row for row in rows if (row.api, row.mode) == (api, mode)]
+        sizes = [row.size for row in of_kind]
+        bandwidth.plot(sizes, [row.gbps for row in of_kind], style, label=f"{rows[0].op}, {api}, {mode}")
+        latency.plot(sizes, [row.latency_us for row in of_kind], style, label=f"{rows[0].op}, {api}, {mode}")
+    limits = {row.size: row.limit_gbps for row in rows if row.limit_gbps is not None}
+    if limits:
+        bandwidth.plot(list(limits), list(limits.values()), "k:", label=f"limit: {limit_name(rows[0].transport)}")
     for axes, name in ((bandwidth, "bandwidth, GB/s"), (latency, "latency, µs")):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")

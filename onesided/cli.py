@@ -86,13 +86,16 @@ def to_file(_context: click.Context, _parameter: click.Parameter, value: Path | 
     help="Draw bandwidth and latency over size into this PNG file.",
 )
 def bench(op: str, transport: str, sizes: list[int], json_file: Path | None, plot_file: Path | None) -> None:
-    """Measure an operation between two processes, beside a one-thread memcpy in the same run.
+    """Measure an operation between two processes, beside what the machine can do at best, in the same run.
+
+    That is a one-thread memcpy on shm, and perftest on the same device on rdma (ONESIDED_NICS chooses it).
 
     Each size takes one to a few seconds, and several times that on a busy machine: two processes that answer each other
     then wait for the scheduler. Loops end by time too, so it always comes to an end.
 
-    "python" rows time the call from Python, "core" rows the same loop in C++. Latency is half a round trip for signal,
-    and for put up to 64 KiB; else the duration of one operation.
+    "python" rows time the call from Python, "core" rows the same loop in C++. Puts one at a time are flushed each;
+    "completed" ones are asynchronous and waited for each, "128 in flight" with so many under way. Latency is half a
+    round trip for signals and puts one at a time up to 64 KiB; else the duration of one operation.
     """
     from rich.console import Console
     from rich.status import Status
@@ -120,18 +123,27 @@ def show(rows: "list[Row]", console: object) -> None:
 
     assert isinstance(console, Console)
     table = Table(title=f"{rows[0].op} between two processes over {rows[0].transport}")
-    for column in ("size", "from", "latency, µs", "GB/s", "memcpy GB/s", "ratio"):
-        table.add_column(column, justify="left" if column == "from" else "right")
+
+    def figure(value: float | None, digits: int) -> str:
+        return "" if value is None else f"{value:,.{digits}f}"
+
+    limit = "memcpy" if rows[0].transport == "shm" else "perftest"
+    for column in ("size", "from", "mode", "latency, µs", f"{limit}, µs", "GB/s", f"{limit} GB/s", "ratio"):
+        table.add_column(column, justify="left" if column in ("from", "mode") else "right")
     for row in rows:
         table.add_row(
             f"{row.size:,}",
             row.api,
-            f"{row.latency_us:,.3f}",
-            f"{row.gbps:.2f}",
-            f"{row.limit_gbps:.2f}",
-            f"{row.ratio:.2f}",
+            row.mode,
+            figure(row.latency_us, 3),
+            figure(row.limit_latency_us, 3),
+            figure(row.gbps, 2),
+            figure(row.limit_gbps, 2),
+            figure(row.ratio, 2),
         )
     console.print(table)
+    if limit == "perftest" and all(row.limit_gbps is None and row.limit_latency_us is None for row in rows):
+        console.print("The limit is missing: install perftest (apt-get install perftest).")
 
 
 @main.command()

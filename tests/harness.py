@@ -47,6 +47,11 @@ class Kind(NamedTuple):
     def open(self) -> Transport:
         return open_transport(self.name)
 
+    @property
+    def private_atomics(self) -> bool:
+        """Whether atomics reach memory that was not allocated for sharing: devices do, cross-memory attach does not."""
+        return self.name != "shm"
+
     def __reduce__(self) -> tuple[object, ...]:  # it travels to other processes by its name
         return kind_named, (self.name,)
 

@@ -1,7 +1,7 @@
 """Small puts from Python onto the fake of verbs, to be run under callgrind: put_cost.py FAKE SOURCE PUTS.
 
-Calls fake_verbs_reset_counts() before anything counts, then after PUTS puts, then after twice as many: callgrind dumps its
-counts there. What differs between the two is the price of PUTS puts and of nothing else.
+Calls fake_verbs_reset_counts() before anything counts, then after PUTS puts, then after twice as many: callgrind dumps
+its counts there. What differs between the two is the price of PUTS puts and of nothing else.
 """
 
 import ctypes

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from onesided import bench
+from onesided import RdmaTransport, bench, perftest
 from onesided.cli import main
+from onesided.perftest import Perftest
 
-KEYS = {"op", "transport", "api", "size", "latency_us", "gbps", "limit_gbps", "ratio"}
+KEYS = {"op", "transport", "api", "mode", "size", "latency_us", "limit_latency_us", "gbps", "limit_gbps", "ratio"}
 
 
 @pytest.mark.parametrize(
@@ -31,10 +32,64 @@ def test_rows(op: str, sizes: str, measured: list[int], tmp_path: Path) -> None:
     ]
     for row in rows:
         assert set(row) == KEYS
-        assert (row["op"], row["transport"]) == (op, "shm")
+        assert (row["op"], row["transport"], row["mode"]) == (op, "shm", "one at a time")
+        assert row["limit_latency_us"] is None
         assert row["latency_us"] > 0
         assert row["gbps"] > 0
         assert row["ratio"] == pytest.approx(row["gbps"] / row["limit_gbps"])
+
+
+@pytest.fixture
+def rdma() -> None:
+    """Skips without a device."""
+    if (reason := RdmaTransport.unsupported_reason()) is not None:
+        pytest.skip(f"transport rdma: {reason}")
+
+
+@pytest.mark.usefixtures("rdma")
+@pytest.mark.parametrize(
+    ("op", "modes"),
+    [
+        ("put", ["one at a time", "one at a time", "completed", "128 in flight"]),
+        ("get", ["one at a time", "one at a time", "128 in flight"]),
+        ("atomic", ["one at a time", "one at a time"]),
+    ],
+)
+def test_rows_of_rdma_without_perftest(op: str, modes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    done = CliRunner().invoke(main, ["bench", op, "--transport", "rdma", "--sizes", "4097"])
+    assert done.exit_code == 0, done.output
+    assert "apt-get install perftest" in done.output
+    for mode in set(modes):
+        assert done.output.count(mode) == modes.count(mode)
+
+
+@pytest.mark.usefixtures("rdma")
+def test_the_limit_of_rdma() -> None:
+    limit = Perftest.on_chosen([])
+    if limit is None:
+        pytest.skip("apt-get install perftest")
+    assert 0 < limit.latency_s("atomic", 8, 1e-4) < 1
+    each_s = limit.seconds("put", 65536, 128, 1e-3)
+    assert each_s is not None
+    assert 0 < each_s < 1
+    assert limit.seconds("atomic", 8, 128, 1e-3) is None
+
+
+@pytest.mark.parametrize(
+    ("tool", "line", "each_s"),
+    [
+        ("ib_write_bw", "65536 1000 8000.0 4000.0 0.064", 65536 / (4000 * 2**20)),
+        ("ib_write_bw", "65536 1000 0.00 0.00 0.000000", None),
+        ("ib_write_lat", "8 1000 0.9 20.1 1.5 1.6 0.2 2.0 9.0", 3e-6),
+        ("ib_read_lat", "8 1000 0.9 20.1 1.5 1.6 0.2 2.0 9.0", 1.5e-6),
+        ("ib_read_lat", "8 1000 inf inf inf inf -nan inf inf", None),
+    ],
+)
+def test_what_perftest_prints(tool: str, line: str, each_s: float | None) -> None:
+    output = f" #bytes #iterations and so on\n {line}\n-----\n"
+    found = perftest._printed_s(tool, output)
+    assert found == (None if each_s is None else pytest.approx(each_s))
 
 
 def test_plot(tmp_path: Path) -> None:
@@ -54,13 +109,15 @@ def test_a_plot_that_cannot_be_drawn_is_told_before_measuring(tmp_path: Path, mo
 
 def test_the_format_is_png_whatever_the_name(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    rows = [bench.Row("put", "shm", api, 8, 1.0, 1.0, 1.0, 1.0) for api in ("python", "core")]
+    rows = [bench.Row("put", "shm", api, "one at a time", 8, 1.0, None, 1.0, 1.0, 1.0) for api in ("python", "core")]
     bench.plot(rows, tmp_path / "put.picture")
     assert (tmp_path / "put.picture").read_bytes().startswith(b"\x89PNG")
 
 
 class Lone:
     """A measurement with nobody at the other side."""
+
+    round_s = 0.02
 
     def told(self, number: int) -> int:
         return number

@@ -1,8 +1,8 @@
 """What an 8-byte put over rdma costs: instructions, allocations and system calls, counted by callgrind.
 
 Everything is the difference between 2N and N puts, so what happens once does not count and what happens now and then
-(a completion that is asked for and polled) counts by its share. The provider is the fake of csrc/tests/fake_verbs.h; what
-it costs itself is taken off.
+(a completion that is asked for and polled) counts by its share. The provider is the fake of csrc/tests/fake_verbs.h;
+what it costs itself is taken off.
 """
 
 import re
@@ -121,15 +121,20 @@ def measured(source: str, folder: Path) -> Cost:
     return cost_in(folder / "out.4-01").minus(cost_in(folder / "out.3-01"))
 
 
-@pytest.mark.parametrize("source", ["view", "array"])
-def test_a_small_put(source: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("source", "budget"),
+    [
+        ("view", 1500),
+        ("array", 2300),  # 850 of them are numpy's, which makes a description of its bytes each time
+    ],
+)
+def test_a_small_put(source: str, budget: int, tmp_path: Path) -> None:
+    """Up to the call of ibv_post_send, and back."""
     cost = measured(source, tmp_path)
     call = (cost.instructions - cost.in_fake) / PUTS
     core = (cost.in_write - cost.in_fake) / PUTS
-    print(
-        f"put of 8 bytes from a {source}: {call:.0f} instructions from Python to the doorbell, {core:.0f} in the core"
-    )
+    print(f"put of 8 bytes from a {source}: {call:.0f} instructions from Python to the device, {core:.0f} in the core")
     assert not cost.allocations
     assert cost.system_calls == 0
     assert 0 < core < 250
-    assert core < call < 1500
+    assert core < call < budget

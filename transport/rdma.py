@@ -67,8 +67,8 @@ class RdmaTransport(_core.RdmaTransport):
     ) -> None:
         if device != "cpu":
             raise Unsupported(f"memory of device {device!r} cannot be registered yet: use device='cpu'")
-        if isinstance(nics, str):
-            raise TypeError(f"nics must be a list of names, not the string {nics!r}")
+        if nics is not None and (isinstance(nics, str) or not isinstance(nics, Sequence)):
+            raise TypeError(f"nics must be a list of names, not {nics!r}")
         if nics is None:
             nics = [name.strip() for name in os.environ.get("ONESIDED_NICS", "").split(",") if name.strip()]
         super().__init__(

@@ -6,10 +6,10 @@ namespace onesided {
 namespace {
 std::atomic<std::uint64_t> loss_count{0};
 
-// Where a device writes the signals, the waiter looks after so long, and then after twice that each time: a wait that has
-// lasted for long may take a millisecond more, and costs half a percent of a processor.
+// Where a device writes the signals, the waiter looks every now and then: after a 32nd of the time it has waited, so that no
+// wait becomes longer by more than that, and within these.
 constexpr std::chrono::nanoseconds kShortestLook{20'000};
-constexpr std::chrono::nanoseconds kLongestLook{1'000'000};
+constexpr std::chrono::nanoseconds kLongestLook{10'000'000};
 }  // namespace
 
 std::shared_ptr<void> Allocation::kept(const void* owner, const std::function<std::shared_ptr<void>()>& make) {
@@ -89,8 +89,9 @@ std::uint64_t wait_signal(const Memory& memory, Counters& counters, std::uint32_
   bool slept = false;
   const Deadline first = memory.silent() ? deadline.at_most(spin + kShortestLook) : deadline;
   bool in_time = control.event().await(ready, first, spin, &slept);
-  for (auto look = kShortestLook; !in_time && memory.silent() && !deadline.passed();) {
-    look = std::min(look * 2, kLongestLook);
+  for (const auto begin = Deadline::Clock::now(); !in_time && memory.silent() && !deadline.passed();) {
+    const std::chrono::nanoseconds waited = Deadline::Clock::now() - begin;
+    const auto look = std::clamp(waited / 32, kShortestLook, kLongestLook);
     in_time = control.event().await(ready, deadline.at_most(look), std::chrono::nanoseconds(0), &slept);
   }
   if (slept) counters.add(Count::Sleeps);

@@ -111,6 +111,7 @@ stay valid after close() for as long as they live.)")
           "signal_value",
           [](PyMemory& self, nb::handle index) {
             const std::uint32_t signal = to_u32(index, "signal index");
+            if (self.core->closed()) fail(ErrorKind::StaleHandle, "signal_value: this memory is closed");
             check_signal("signal_value", "this memory", signal, self.core->control().signals());
             return self.core->control().signal(signal).load();
           },

@@ -1,7 +1,5 @@
 #include "shm/transport.h"
 
-#include <nanobind/stl/vector.h>
-
 #include "core/mixed.h"
 #include "python/operations.h"
 #include "verbs/transport.h"
@@ -355,11 +353,13 @@ DeadlineExceeded if nobody answers, Unsupported if the peer is on another host.)
                                            "Peers that a verbs device reaches. See onesided.transport.RdmaTransport.")
       .def(
           "__init__",
-          [](PyRdmaTransport* self, const std::vector<std::string>& nics, nb::handle address, nb::handle depth,
+          [](PyRdmaTransport* self, nb::handle nics, nb::handle address, nb::handle depth,
              nb::handle timeout, nb::handle retries, nb::handle mtu, nb::handle traffic_class,
              nb::handle service_level) {
             RdmaArguments arguments;
-            arguments.nics = nics;
+            for (const nb::handle name : nb::borrow<nb::iterable>(nics)) {
+              arguments.nics.push_back(to_string(name, "a name in nics"));
+            }
             arguments.address = to_string(address, "address");
             arguments.depth = to_u32(depth, "depth");
             arguments.timeout = to_u32(timeout, "timeout");
@@ -374,8 +374,9 @@ DeadlineExceeded if nobody answers, Unsupported if the peer is on another host.)
             }
             new (self) PyRdmaTransport(std::move(made));
           },
-          nb::kw_only(), nb::arg("nics"), nb::arg("address"), nb::arg("depth"), nb::arg("timeout"), nb::arg("retries"),
-          nb::arg("mtu"), nb::arg("traffic_class"), nb::arg("service_level"),
+          nb::kw_only(), nb::arg("nics").none(), nb::arg("address").none(), nb::arg("depth").none(),
+          nb::arg("timeout").none(), nb::arg("retries").none(), nb::arg("mtu").none(), nb::arg("traffic_class").none(),
+          nb::arg("service_level").none(),
           nb::sig("def __init__(self, *, nics: list[str], address: str, depth: int, timeout: int, retries: int, mtu: "
                   "int, traffic_class: int, service_level: int) -> None"))
       .def_static(

@@ -189,6 +189,7 @@ TEST_CASE("rdma: a signal behind a put that was lost is not sent, once") {
   fake::fail_completion(IBV_WC_RETRY_EXC_ERR, 1);
   rig.target->write(&byte, 1, 0, std::nullopt, rig.how());
   CHECK(raised([&] { rig.target->flush(patience()); }) == "ConnectionLost");
+  rig.target->write(&byte, 1, 0, std::nullopt, rig.how());  // opens the next generation
   fake::fail_completion(IBV_WC_RETRY_EXC_ERR, 1);
   rig.target->write(&byte, 1, 0, std::nullopt, rig.how());
   eventually("the failure is seen",

@@ -511,8 +511,16 @@ std::uint64_t Channel::compare_swap(std::size_t index, unsigned slot, std::uint6
 
 std::uint64_t Channel::marker(std::size_t index, const Deadline& deadline) {
   Lane& lane = *lanes_[index];
+  {
+    std::lock_guard lock(post_lock_);
+    if (lane.asked == lane.posted) return lane.posted;
+  }
+  return probe(index, deadline);
+}
+
+std::uint64_t Channel::probe(std::size_t index, const Deadline& deadline) {
+  Lane& lane = *lanes_[index];
   std::unique_lock lock(post_lock_);
-  if (lane.asked == lane.posted) return lane.posted;
   make_room(lock, lane, 1, deadline);
   ibv_send_wr request;
   ibv_sge none{};

@@ -155,8 +155,10 @@ class Channel {
   std::uint64_t fetch_add(std::size_t lane, unsigned slot, const Word& word, const Deadline& deadline);
   std::uint64_t compare_swap(std::size_t lane, unsigned slot, std::uint64_t address, std::uint32_t key,
                              std::uint64_t expected, std::uint64_t desired, const Deadline& deadline);
-  // Nothing, signaled: when it is complete, so is all before it.
+  // Nothing, signaled: when it is complete, so is all before it. If the last request asks for a completion already, that one.
   std::uint64_t marker(std::size_t lane, const Deadline& deadline);
+  // The same, always a new one: it is complete when the peer's device has answered.
+  std::uint64_t probe(std::size_t lane, const Deadline& deadline);
 
   // A piece of registered memory of the channel's own, of kStaged bytes, for what comes back.
   class Slot {
@@ -197,6 +199,11 @@ class Channel {
   template <class Watch>
   bool await(const Ticket& ticket, const Deadline& deadline, Watch&& watch);
 
+  // Where the error was that ended the channel, if a completion told of it.
+  std::optional<std::size_t> failed_lane() const {
+    std::lock_guard lock(cause_mutex_);
+    return failed_lane_;
+  }
   bool ended() const { return ended_.load(std::memory_order_acquire); }
   std::string cause() const;
   // For an operation `what` whose work requests are those from `first` to `last` and not all complete: the cause itself if

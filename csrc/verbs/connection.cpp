@@ -100,6 +100,12 @@ Message RdmaConnection::ask(Message question, Say expected, const Deadline& dead
 }
 
 void RdmaConnection::hear(const Message& message) {
+  if (message.say == Say::Ended) {
+    end_channels(ErrorKind::ConnectionLost,
+                 "the peer took its queue pairs away, as it closed a memory and this process did not answer",
+                 [](const Channel&) { return true; });
+    return;
+  }
   if (message.say == Say::Revoke) {
     Revocation revocation{message.id, {}};
     {
@@ -218,29 +224,72 @@ const std::shared_ptr<Channel>& RdmaConnection::reopen(const Deadline& deadline)
   return channels_.back();
 }
 
-std::shared_ptr<Channel> RdmaConnection::make_channel(const Deadline& deadline) {
+// Both ends sort their rails by name, so that equal numbers are most likely on one network; who has fewer uses each more than
+// once. Where that was tried in vain, another rail of the peer's takes the place.
+std::vector<Channel::LanePlan> RdmaConnection::plan_lanes() const {
   const std::size_t here = hub_->rails().size(), there = peer_rails_.size();
   std::vector<Channel::LanePlan> plans;
-  // Both ends sort their rails by name, so that equal numbers are most likely on one network. Who has fewer uses each more
-  // than once.
+  std::set<std::pair<std::size_t, std::size_t>> taken;
   for (std::size_t lane = 0; lane < std::min(std::max(here, there), kMostLanes); ++lane) {
-    plans.push_back({hub_->devices()[lane % here], hub_->rails()[lane % here], lane % here, lane % there});
+    const std::size_t local = lane % here;
+    for (std::size_t step = 0; step < there; ++step) {
+      const std::pair pair(local, (lane + step) % there);
+      if (unreachable_.count(pair) != 0) continue;
+      if (!taken.insert(pair).second) break;
+      plans.push_back({hub_->devices()[local], hub_->rails()[local], local, pair.second});
+      break;
+    }
   }
-  auto channel = std::make_shared<Channel>(plans, hub_->tuning(), peer_->name(), ++generation_);
+  return plans;
+}
+
+// Tells the peer of a generation, which takes the queue pairs of the one before away first; without a channel there is none.
+std::vector<QueueAddress> RdmaConnection::ask_open(std::uint32_t generation, const Channel* channel,
+                                                   const Deadline& deadline) {
   Message open;
   open.say = Say::Open;
-  open.generation = generation_;
-  const auto addresses = channel->addresses();
-  for (std::size_t lane = 0; lane < addresses.size(); ++lane) {
-    open.pairs.push_back({static_cast<std::uint8_t>(channel->local_rail(lane)),
-                          static_cast<std::uint8_t>(channel->remote_rail(lane)), addresses[lane]});
+  open.generation = generation;
+  if (channel != nullptr) {
+    const auto addresses = channel->addresses();
+    for (std::size_t lane = 0; lane < addresses.size(); ++lane) {
+      open.pairs.push_back({static_cast<std::uint8_t>(channel->local_rail(lane)),
+                            static_cast<std::uint8_t>(channel->remote_rail(lane)), addresses[lane]});
+    }
   }
   const Message opened = ask(std::move(open), Say::Opened, deadline);
+  if (opened.generation != generation) {
+    fail(ErrorKind::ConnectionLost, "connect: ", peer_->name(), " answered for generation ", opened.generation,
+         " instead of ", generation);
+  }
   std::vector<QueueAddress> peers;
   for (const PairRequest& pair : opened.pairs) peers.push_back(pair.address);
-  channel->connect(peers);
-  counters_->add(Count::Registrations);
-  return channel;
+  return peers;
+}
+
+std::shared_ptr<Channel> RdmaConnection::make_channel(const Deadline& deadline) {
+  for (;;) {
+    auto plans = plan_lanes();
+    const auto channel = std::make_shared<Channel>(plans, hub_->tuning(), peer_->name(), ++generation_);
+    channel->connect(ask_open(generation_, channel.get(), deadline));
+    // Whether the rails of a pair are on one network at all shows only when something is sent: nothing, with an answer.
+    Ticket ticket{};
+    for (std::size_t lane = 0; lane < plans.size(); ++lane) ticket[lane] = channel->probe(lane, deadline);
+    if (!channel->await(ticket, deadline, [] {})) {
+      fail(ErrorKind::DeadlineExceeded, "connect: the device of ", peer_->name(), " does not answer in time");
+    }
+    if (channel->complete(ticket)) {
+      counters_->add(Count::Registrations);
+      return channel;
+    }
+    check_open();
+    const auto failed = channel->failed_lane();
+    if (!failed) throw channel->error_for("connect", Ticket{}, ticket);
+    unreachable_.emplace(plans[*failed].local_rail, plans[*failed].remote_rail);
+    if (plan_lanes().empty()) {
+      unreachable_.clear();  // for the next try
+      throw channel->error_for("connect", Ticket{}, ticket);
+    }
+  }
 }
 
 // ---- Targets --------------------------------------------------------------------------------------------------------
@@ -296,6 +345,7 @@ std::shared_ptr<RdmaTarget> RdmaConnection::open_memory(const RemoteMemory& remo
   attach.id = remote.memory_id;
   attach.token = remote.key;
   Reach reach = ask(std::move(attach), Say::Attached, deadline).reach;
+  // How many pieces there can be was checked when the message was read.
   const std::uint64_t pieces = reach.nbytes == 0 ? 0 : (reach.nbytes - 1) / reach.piece_nbytes + 1;
   if (reach.keys.size() != pieces * peer_rails_.size() || reach.words_keys.size() != peer_rails_.size()) {
     give_back(remote.memory_id);
@@ -318,16 +368,7 @@ std::shared_ptr<RdmaTarget> RdmaConnection::open_memory(const RemoteMemory& remo
   return target;
 }
 
-// The peer counts memories, not targets: it is told when the last target of this memory goes.
 void RdmaConnection::give_back(std::uint64_t memory_id) {
-  std::vector<std::shared_ptr<RdmaTarget>> open;  // outlives the lock
-  {
-    std::lock_guard lock(mutex_);
-    for (const auto& weak : attached_) open.push_back(weak.lock());
-    for (const auto& target : open) {
-      if (target != nullptr && target->memory_id() == memory_id && !target->ended()) return;
-    }
-  }
   Message detach;
   detach.say = Say::Detach;
   detach.id = memory_id;
@@ -335,7 +376,17 @@ void RdmaConnection::give_back(std::uint64_t memory_id) {
 }
 
 void RdmaConnection::close(const Deadline& deadline) {
-  if (hub_->forked()) return;
+  if (hub_->forked() || closing_.exchange(true)) return;
+  const std::shared_ptr<Channel>* const present = present_.load(std::memory_order_acquire);
+  if (present != nullptr && (*present)->ended() && !peer_->lost()) {
+    // What a cancelled generation may still have on the wire must not land in what comes after this connection: the peer takes
+    // its queue pairs away, and says so.
+    try {
+      ask_open(0, nullptr, deadline.at_most(std::chrono::seconds(1)));
+    } catch (const Error&) {
+      // Its process is stopped, or ends: it will do so before it hears anything newer.
+    }
+  }
   std::vector<std::shared_ptr<RdmaTarget>> open;
   decltype(targets_) cached;
   {

@@ -37,6 +37,7 @@ class RdmaConnection final : public Connection, public std::enable_shared_from_t
   Hub& hub() const { return *hub_; }
   const std::shared_ptr<PeerState>& peer_state() const { return peer_; }
   const std::shared_ptr<Counters>& counters() const { return counters_; }
+  // The peer counts how often a memory is open.
   void give_back(std::uint64_t memory_id);
 
   // From the hub's thread.
@@ -57,6 +58,8 @@ class RdmaConnection final : public Connection, public std::enable_shared_from_t
 
   const std::shared_ptr<Channel>& reopen(const Deadline& deadline);
   std::shared_ptr<Channel> make_channel(const Deadline& deadline);
+  std::vector<Channel::LanePlan> plan_lanes() const;
+  std::vector<QueueAddress> ask_open(std::uint32_t generation, const Channel* channel, const Deadline& deadline);
   std::shared_ptr<RdmaTarget> open_memory(const RemoteMemory& remote, bool whole, const Deadline& deadline);
   Message ask(Message question, Say expected, const Deadline& deadline);
   void check_handle(const RemoteMemory& remote) const;
@@ -69,6 +72,7 @@ class RdmaConnection final : public Connection, public std::enable_shared_from_t
   const std::shared_ptr<Counters> counters_;
   const std::unique_ptr<net::FramedSocket> socket_;
   std::vector<RailAddress> peer_rails_;
+  std::atomic<bool> closing_{false};
   std::atomic<bool> closed_{false};
 
   std::atomic<const std::shared_ptr<Channel>*> present_{nullptr};
@@ -77,6 +81,7 @@ class RdmaConnection final : public Connection, public std::enable_shared_from_t
   std::atomic<bool> opening_{false};
   Event opened_;
   std::uint32_t generation_ = 0;
+  std::set<std::pair<std::size_t, std::size_t>> unreachable_;  // pairs of rails, here and there; with opening_
   unsigned quick_ends_ = 0;
   Deadline::Clock::time_point opened_at_{};
 

@@ -224,10 +224,17 @@ void Hub::revoke(std::uint64_t memory_id, const Deadline& deadline) {
     if (!holders()) return;
     if (!revoked_.await([&] { return answers_.load() != seen; }, deadline)) break;
   }
+  Message ended;
+  ended.say = Say::Ended;
+  ended.id = memory_id;
+  const std::string bytes = ended.to_bytes();
   std::lock_guard lock(mutex_);
   for (auto& [fd, peer] : incoming_) {
     if (peer.attached.erase(memory_id) == 0) continue;
+    // It may be in the middle of a write. When it goes on, it hears of this and opens the next generation.
     peer.responders.clear();
+    peer.socket->send(bytes);
+    update_events(fd, peer.socket->has_rest());
   }
 }
 
@@ -263,10 +270,10 @@ void Hub::wake_waiters() {
 
 void Hub::run() {
   // Whoever ends last may be this thread: the connections it looked at are let go of before the next turn.
-  bool unfinished = false;
+  bool unfinished = false, strangers = false;
   while (!stopped_.load()) {
     epoll_event events[32];
-    const int count = ::epoll_wait(epoll_.get(), events, 32, unfinished ? 1 : -1);
+    const int count = ::epoll_wait(epoll_.get(), events, 32, unfinished ? 1 : strangers ? 1000 : -1);
     for (int i = 0; i < count && !stopped_.load(); ++i) {
       const int fd = events[i].data.fd;
       if (fd == wake_.get()) {
@@ -296,6 +303,7 @@ void Hub::run() {
     }
     unfinished = false;
     for (const auto& connection : connections()) unfinished |= connection->finish_revocations();
+    strangers = drop_silent_strangers();
   }
 }
 
@@ -331,13 +339,25 @@ void Hub::serve(int fd) {
   Incoming& peer = incoming_.at(fd);  // only this thread takes it out
   try {
     if (!peer.socket->send_rest()) fail(ErrorKind::ConnectionLost, "the connection has ended");
-    while (auto bytes = peer.socket->receive()) {
+    // One peer does not keep the others waiting for long: what it says beyond that is heard in the next turn.
+    bool more = true;
+    for (unsigned frame = 0; more && frame < kFramesATurn; ++frame) {
+      const auto bytes = peer.socket->receive();
+      more = bytes.has_value();
+      if (!more) break;
       if (const auto reply = answer(peer, Message::from_bytes(*bytes))) {
         if (!peer.socket->send(reply->to_bytes())) fail(ErrorKind::ConnectionLost, "the connection has ended");
       }
     }
-    update_events(fd, peer.socket->has_rest());
-  } catch (const Error&) {
+    update_events(fd, more || peer.socket->has_rest());
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::Handle) {  // another version, or no version at all: it is told, and hung up on
+      Message failed;
+      failed.say = Say::Failed;
+      failed.error = error.kind();
+      failed.text = error.what();
+      peer.socket->send(failed.to_bytes());
+    }
     lock.unlock();
     drop(fd);
   }
@@ -372,14 +392,22 @@ std::optional<Message> Hub::answer(Incoming& peer, const Message& message) {
         if (memory == nullptr || memory->closed()) fail(ErrorKind::StaleHandle, "attach: this memory was closed");
         if (memory->key() != message.token)
           fail(ErrorKind::Handle, "attach: this handle's key does not fit the memory");
+        const auto peers = std::count_if(incoming_.begin(), incoming_.end(),
+                                         [&](const auto& other) { return other.second.attached.count(message.id) != 0; });
+        if (peer.attached.count(message.id) == 0 && peers >= memory->most_peers()) {
+          fail(ErrorKind::Unsupported, "attach: this memory was made for ", memory->most_peers(), " peers and has as many");
+        }
         reply.say = Say::Attached;
         reply.reach = memory->reach();
-        peer.attached.insert(message.id);
+        ++peer.attached[message.id];
         return reply;
       }
       case Say::Detach:
       case Say::Revoked:
-        peer.attached.erase(message.id);
+        if (const auto held = peer.attached.find(message.id);
+            held != peer.attached.end() && (message.say == Say::Revoked || --held->second == 0)) {
+          peer.attached.erase(held);
+        }
         answers_.fetch_add(1);
         revoked_.notify();
         return std::nullopt;
@@ -429,14 +457,29 @@ void Hub::drop(int fd) {
   revoked_.notify();
 }
 
+// Returns whether there are some left.
+bool Hub::drop_silent_strangers() {
+  std::vector<int> late;
+  std::size_t strangers = 0;
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& [fd, peer] : incoming_) {
+      if (peer.greeted) continue;
+      if (peer.greets.passed() || ++strangers > kMostStrangers) late.push_back(fd);
+    }
+  }
+  for (const int fd : late) drop(fd);
+  return strangers != 0;
+}
+
 void Hub::hear(const std::shared_ptr<RdmaConnection>& connection, std::uint32_t events) {
   net::FramedSocket& socket = connection->socket();
   try {
     if (events & EPOLLOUT) socket.send_rest();
     while (const auto bytes = socket.receive()) connection->hear(Message::from_bytes(*bytes));
-  } catch (const Error&) {
+  } catch (const Error& error) {
     unwatch(socket.fd());
-    connection->lose_peer("");
+    connection->lose_peer(error.kind() == ErrorKind::Handle ? error.what() : "");
     wake_waiters();
     return;
   }

@@ -64,12 +64,17 @@ class Hub : public std::enable_shared_from_this<Hub> {
   void nudge();
 
  private:
+  static constexpr double kGreeting = 10;  // seconds for a stranger to introduce itself
+  static constexpr std::size_t kMostStrangers = 1024;
+  static constexpr unsigned kFramesATurn = 64;
+
   struct Incoming {
     std::unique_ptr<net::FramedSocket> socket;
     std::uint32_t pid = 0;
     bool greeted = false;
     std::vector<std::unique_ptr<Responder>> responders;
-    std::set<std::uint64_t> attached;
+    std::map<std::uint64_t, unsigned> attached;  // how often it has opened each memory
+    Deadline greets = Deadline::after(kGreeting);
   };
   struct Bound {
     Token secret;
@@ -83,6 +88,7 @@ class Hub : public std::enable_shared_from_this<Hub> {
   std::optional<Message> answer(Incoming& peer, const Message& message);
   void open_pairs(Incoming& peer, const Message& message, Message& reply);
   void drop(int fd);
+  bool drop_silent_strangers();
   void hear(const std::shared_ptr<RdmaConnection>& connection, std::uint32_t events);
   void report(Device& device);
   void update_events(int fd, bool rest);

@@ -18,7 +18,7 @@ class RdmaMemory final : public Memory, public std::enable_shared_from_this<Rdma
  public:
   // `segment` is what the bytes lie in if they are memory of ours.
   RdmaMemory(std::shared_ptr<Hub> hub, std::uint64_t id, void* data, std::uint64_t nbytes, Access access,
-             std::uint32_t signals, std::shared_ptr<Segment> segment, Keepalive keep);
+             std::uint32_t signals, std::uint32_t most_peers, std::shared_ptr<Segment> segment, Keepalive keep);
   ~RdmaMemory() override;
 
   void* data() const override { return data_; }
@@ -35,6 +35,7 @@ class RdmaMemory final : public Memory, public std::enable_shared_from_this<Rdma
   Description describe() const override;
 
   std::uint64_t id() const { return id_; }
+  std::uint32_t most_peers() const { return most_peers_; }
   const Token& key() const { return key_; }
   Hub* hub() const { return hub_.get(); }
   Reach reach() const;
@@ -48,6 +49,7 @@ class RdmaMemory final : public Memory, public std::enable_shared_from_this<Rdma
   void* const data_;
   const std::uint64_t nbytes_;
   const Access access_;
+  const std::uint32_t most_peers_;
   const std::shared_ptr<Segment> segment_;
   const std::shared_ptr<Segment> control_segment_;
   Control control_;

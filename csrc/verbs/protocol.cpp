@@ -10,7 +10,6 @@ namespace onesided::verbs {
 namespace {
 
 constexpr std::uint32_t kMagic = 0x3152534F;  // "OSR1"
-constexpr std::size_t kMostKeys = 32768;
 
 void put_gid(ByteWriter& writer, const ibv_gid& gid) {
   Token raw;
@@ -37,6 +36,13 @@ std::vector<std::uint32_t> get_keys(ByteReader& reader) {
   std::vector<std::uint32_t> keys;
   for (std::uint32_t i = 0; i < count; ++i) keys.push_back(reader.get<std::uint32_t>());
   return keys;
+}
+
+// At most 255 bytes, and no letter in halves.
+std::string_view cut(std::string_view text) {
+  std::size_t length = std::min<std::size_t>(text.size(), 255);
+  while (length > 0 && length < text.size() && (static_cast<unsigned char>(text[length]) & 0xC0) == 0x80) --length;
+  return text.substr(0, length);
 }
 
 std::uint8_t get_count(ByteReader& reader) {
@@ -102,10 +108,11 @@ std::string Message::to_bytes() const {
       break;
     case Say::Detach:
     case Say::Revoke:
-    case Say::Revoked: writer.put(id); break;
+    case Say::Revoked:
+    case Say::Ended: writer.put(id); break;
     case Say::Failed:
       writer.put(static_cast<std::uint8_t>(error));
-      writer.put(std::string_view(text).substr(0, 255));
+      writer.put(cut(text));
       break;
   }
   return std::move(writer).finish();
@@ -148,7 +155,7 @@ Message Message::from_bytes(std::string_view bytes) {
         pair.address.lid = reader.get<std::uint16_t>();
         pair.address.mtu = reader.get<std::uint8_t>();
         pair.address.number = reader.get<std::uint32_t>();
-        pair.address.first_packet = reader.get<std::uint32_t>();
+        pair.address.first_packet = reader.get<std::uint32_t>() & 0xFFFFFF;
         pair.address.reads = reader.get<std::uint8_t>();
         if (pair.address.mtu < IBV_MTU_256 || pair.address.mtu > IBV_MTU_4096) {
           fail(ErrorKind::Handle, "a message names an unknown MTU");
@@ -171,11 +178,16 @@ Message Message::from_bytes(std::string_view bytes) {
       reach.keys = get_keys(reader);
       reach.words_keys = get_keys(reader);
       if (reach.piece_nbytes == 0) fail(ErrorKind::Handle, "a message describes a memory in pieces of no bytes");
+      if (reach.address + reach.nbytes < reach.address ||
+          (reach.nbytes != 0 && (reach.nbytes - 1) / reach.piece_nbytes >= kMostKeys)) {
+        fail(ErrorKind::Handle, "a message describes a memory that cannot be");
+      }
       break;
     }
     case Say::Detach:
     case Say::Revoke:
-    case Say::Revoked: message.id = reader.get<std::uint64_t>(); break;
+    case Say::Revoked:
+    case Say::Ended: message.id = reader.get<std::uint64_t>(); break;
     case Say::Failed: {
       const auto kind = reader.get<std::uint8_t>();
       message.error = kind < kErrorKinds ? static_cast<ErrorKind>(kind) : ErrorKind::Onesided;

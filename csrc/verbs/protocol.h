@@ -14,6 +14,9 @@
 
 namespace onesided::verbs {
 
+// A memory may have so many regions on all rails together, so that their keys fit one message.
+inline constexpr std::size_t kMostKeys = 32768;
+
 enum class Say : std::uint8_t {
   Hello = 1,     // connecting side: the endpoint, its secret
   Welcome = 2,   // the rails of the other side
@@ -25,6 +28,7 @@ enum class Say : std::uint8_t {
   Revoke = 8,    // the owner closes a memory: nothing more may be posted
   Revoked = 9,   // nothing is under way any more
   Failed = 10,   // in place of Welcome, Opened or Attached
+  Ended = 11,    // the other side has taken its queue pairs away: the next generation has to be opened
 };
 
 struct RailAddress {
@@ -54,7 +58,7 @@ struct Reach {
 struct Message {
   Say say{};
   std::uint64_t request_id = 0;
-  std::uint64_t id = 0;            // Hello: the endpoint; Attach, Detach, Revoke, Revoked: the memory
+  std::uint64_t id = 0;            // Hello: the endpoint; Attach, Detach, Revoke, Revoked, Ended: the memory
   Token token{};                   // Hello: the secret; Attach: the key
   std::uint32_t pid = 0;           // Hello, for messages
   std::uint32_t generation = 0;    // Open

@@ -68,6 +68,10 @@ Registration::Registration(const std::vector<std::shared_ptr<Device>>& rails, Ke
     piece_nbytes_ = std::max<std::uint64_t>(most / 65536 * 65536, std::min<std::uint64_t>(most, 4096));
   }
   pieces_ = nbytes == 0 ? 0 : static_cast<std::size_t>((nbytes - 1) / piece_nbytes_ + 1);
+  if (pieces_ > kMostRegions / std::max<std::size_t>(rails.size(), 1)) {
+    fail(ErrorKind::Registration, nbytes, " bytes would need ", pieces_, " regions of ", piece_nbytes_,
+         " bytes (max_mr_size) on each of ", rails.size(), " rails; ", kMostRegions, " are the most");
+  }
   regions_.reserve(rails.size() * pieces_);
   for (const auto& device : rails) {
     for (std::uint64_t offset = 0; offset < nbytes; offset += piece_nbytes_) {

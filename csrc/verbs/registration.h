@@ -35,6 +35,8 @@ class HostMemory final : public KeyProvider {
 // What peers may do, as verbs spell it. `strict`: never with relaxed ordering, so that what is written there is seen after all
 // that was written before.
 unsigned access_flags(Access access, bool strict);
+// On all rails together: their keys have to fit one message (see protocol.h).
+inline constexpr std::size_t kMostRegions = 32000;
 inline constexpr unsigned kSourceOnly = 0;
 inline constexpr unsigned kDestination = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_RELAXED_ORDERING;
 

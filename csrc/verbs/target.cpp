@@ -374,6 +374,7 @@ std::shared_ptr<Work> RdmaTarget::write_any(const void* source, std::uint64_t nb
     if (nbytes <= Channel::kStaged && (nbytes == 0 || nbytes <= to_end_of_piece(offset))) {
       Ticket ticket{};
       if (nbytes != 0) {
+        counters().add(Count::Copies);
         ticket[0] =
             channel.write_staged(0, source, static_cast<std::uint32_t>(nbytes), reach_.address + offset_ + offset,
                                  key(channel, 0, offset), signal ? &then : nullptr, how.async, how.deadline);

@@ -17,9 +17,11 @@ void check(const Tuning& tuning) {
   within("retries", tuning.retries, 0, 6);
   within("traffic_class", tuning.traffic_class, 0, 255);
   within("service_level", tuning.service_level, 0, 15);
+  if (tuning.mtu != 0 && (tuning.mtu < 256 || tuning.mtu > 4096 || (tuning.mtu & (tuning.mtu - 1)) != 0)) {
+    fail(ErrorKind::Bounds, "mtu must be 256, 512, 1024, 2048, 4096, or 0 for what the ports have, not ", tuning.mtu);
+  }
 }
 
-// Peers take no room in a memory of this kind; what no kind takes is a mistake all the same.
 void check_peers(std::uint32_t slots) {
   if (slots > Control::kMostSlots) {
     fail(ErrorKind::Bounds, slots, " peers are too many for one memory: ", Control::kMostSlots, " at most");
@@ -67,20 +69,20 @@ std::shared_ptr<Memory> RdmaTransport::allocate(std::uint64_t nbytes, Access acc
   check_peers(slots);
   auto segment = Segment::create(nbytes, "onesided-memory");
   void* const data = segment->base();
-  return make_memory(data, nbytes, access, signals, std::move(segment), nullptr);
+  return make_memory(data, nbytes, access, signals, slots, std::move(segment), nullptr);
 }
 
 std::shared_ptr<Memory> RdmaTransport::register_memory(void* data, std::uint64_t nbytes, Access access,
                                                        std::uint32_t signals, std::uint32_t slots, Keepalive keep) {
   hub_->check_usable("this transport");
   check_peers(slots);
-  return make_memory(data, nbytes, access, signals, Segment::containing(data, nbytes), std::move(keep));
+  return make_memory(data, nbytes, access, signals, slots, Segment::containing(data, nbytes), std::move(keep));
 }
 
 std::shared_ptr<Memory> RdmaTransport::make_memory(void* data, std::uint64_t nbytes, Access access,
-                                                   std::uint32_t signals, std::shared_ptr<Segment> segment,
-                                                   Keepalive keep) {
-  auto memory = std::make_shared<RdmaMemory>(hub_, hub_->next_memory_id(), data, nbytes, access, signals,
+                                                   std::uint32_t signals, std::uint32_t slots,
+                                                   std::shared_ptr<Segment> segment, Keepalive keep) {
+  auto memory = std::make_shared<RdmaMemory>(hub_, hub_->next_memory_id(), data, nbytes, access, signals, slots,
                                              std::move(segment), std::move(keep));
   hub_->list(memory.get());
   hub_->counters()->add(Count::Registrations);

@@ -37,7 +37,7 @@ class RdmaTransport final : public Transport {
 
  private:
   std::shared_ptr<Memory> make_memory(void* data, std::uint64_t nbytes, Access access, std::uint32_t signals,
-                                      std::shared_ptr<Segment> segment, Keepalive keep);
+                                      std::uint32_t slots, std::shared_ptr<Segment> segment, Keepalive keep);
 
   const std::shared_ptr<Hub> hub_;
   std::mutex loop_mutex_;

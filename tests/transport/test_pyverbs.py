@@ -9,6 +9,7 @@ import os
 import socket
 import struct
 import sys
+import threading
 import time
 import tracemalloc
 import zlib
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import Process, parent, pattern, same, wait_until
+from harness import Process, parent, pattern, raises, same, wait_until
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from onesided.transport import choose_kind
@@ -66,6 +67,10 @@ BODIES = [wire.to_frame(message, 5)[4:] for message, _ in MESSAGES]
 
 def sealed(body: bytes) -> bytes:
     return body + struct.pack("<I", zlib.crc32(body))
+
+
+def framed(body: bytes) -> bytes:
+    return struct.pack("<I", len(body) + 4) + sealed(body)
 
 
 def refuses(read: Callable[[bytes], object], data: bytes) -> bool:
@@ -607,10 +612,8 @@ def test_junk_at_the_listener(listener: Any) -> None:
             with raw:
                 altered = bytearray(body[:-4])
                 altered[at] ^= 0xFF
-                data = sealed(bytes(altered))
-                frame = struct.pack("<I", len(data)) + data
                 hello = wire.to_frame(wire.Hello(endpoint.number, endpoint.secret, 1))
-                raw.sendall(hello * (which > 0) + frame)
+                raw.sendall(hello * (which > 0) + framed(bytes(altered)))
     with PyverbsTransport([device()]) as other:
         connection = other.connect(listener.bind(), timeout_s=20)
         memory = listener.allocate(8)
@@ -618,6 +621,117 @@ def test_junk_at_the_listener(listener: Any) -> None:
         assert bytes(bytes_of(memory)) == b"12345678"
     for raw in idle:
         raw.close()
+
+
+class Impostor:
+    """Answers a connecting side with what a test wants: by the type of the question, a message or raw bytes."""
+
+    def __init__(self, address: str, gid: bytes, **replies: Any) -> None:
+        self.listener = socket.create_server((address, 0))
+        self.endpoint = ENDPOINT._replace(address="{}:{}".format(*self.listener.getsockname()))
+        self.pair = PAIR._replace(gid=gid)
+        self.replies: dict[str, Any] = {
+            "Hello": wire.Welcome([wire.RailAddress(gid, 0, 3)]),
+            "Open": lambda question: wire.Opened(question.generation, [self.pair] * len(question.pairs)),
+            "Attach": wire.Attached(4096, 3, 2, 1 << 47, 4096, 1 << 46, [1], [2]),
+            **replies,
+        }
+        self.heard: list[str] = []
+        self.thread = threading.Thread(target=self.serve, daemon=True)
+        self.thread.start()
+
+    def serve(self) -> None:
+        with contextlib.suppress(OSError), self.listener.accept()[0] as raw:
+            received = bytearray()
+            while data := raw.recv(65536):
+                received += data
+                for question, number in wire.take_frames(received):
+                    name = type(question).__name__
+                    self.heard.append(name)
+                    reply = self.replies.get(name)
+                    reply = reply(question) if callable(reply) else reply
+                    if reply is not None:
+                        raw.sendall(reply if isinstance(reply, bytes) else wire.to_frame(reply, number))
+
+    def close(self) -> None:
+        self.listener.close()
+
+
+def hang_up(_question: Any) -> None:
+    raise ConnectionAbortedError
+
+
+LIES: list[tuple[str, dict[str, Any]]] = [
+    ("no rails", {"Hello": wire.Welcome([])}),
+    ("another answer", {"Hello": wire.Opened(1, [])}),
+    ("junk", {"Hello": b"HTTP/1.1 400 Bad Request\r\n\r\n"}),
+    ("a frame that is too long", {"Hello": struct.pack("<I", wire.LONGEST_FRAME + 1)}),
+    ("no answer", {"Hello": b""}),
+    ("the end", {"Hello": hang_up}),
+    ("an unknown error", {"Hello": wire.Failed(200, "no such error")}),
+    ("text that is none", {"Hello": framed(b"OSR1\1\0\x0a" + struct.pack("<QB", 1, 8) + b"\2\xff\xfe")}),
+    ("no queue pairs", {"Open": wire.Opened(1, [])}),
+    ("too many queue pairs", {"Open": wire.Opened(1, [PAIR] * 8)}),
+    ("a queue pair nowhere", {"Open": wire.Opened(1, [PAIR._replace(gid=bytes(16))])}),
+    ("failure of Open", {"Open": wire.Failed(0, "no queue pair")}),
+    ("a memory without keys", {"Attach": wire.Attached(4096, 3, 2, 1, 4096, 1, [], [])}),
+    ("a memory in too many pieces", {"Attach": wire.Attached(2**64 - 1, 3, 2, 1, 1, 1, [1], [1])}),
+    ("a smaller memory", {"Attach": wire.Attached(8, 3, 2, 1, 8, 1, [1], [1])}),
+    ("a memory without access", {"Attach": wire.Attached(4096, 0, 2, 1, 4096, 1, [1], [1])}),
+    ("a memory that is closed", {"Attach": wire.Failed(8, "attach: closed")}),
+    ("keys that are none", {}),
+]
+
+
+@pytest.mark.parametrize(("lie", "replies"), LIES, ids=[lie for lie, _ in LIES])
+@pytest.mark.parametrize("origin", ["rdma", "pyverbs"])
+def test_a_peer_that_lies(origin: str, lie: str, replies: dict[str, Any]) -> None:
+    need("pyverbs", origin)
+    with PyverbsTransport() as transport:
+        rail = transport.rails[0]
+        nics, host, gid = [rail.name], rail.host, rail.address.gid
+    with MAKE[origin](nics=nics) as transport:
+        impostor = Impostor(host, gid, **replies)
+        handle = HANDLE._replace(offset_bytes=0, nbytes=4096)
+        begin = time.monotonic()
+        with raises(OnesidedError):
+            connection = transport.connect(impostor.endpoint.to_bytes(), timeout_s=1)
+            connection.write(bytes(100), RemoteMemory.from_bytes(handle.to_bytes()), timeout_s=1)
+            connection.flush(RemoteMemory.from_bytes(handle.to_bytes()), timeout_s=1)
+        assert time.monotonic() - begin < 10
+        impostor.close()
+        # It goes on with others.
+        connection = transport.connect(transport.bind(), timeout_s=20)
+        memory = transport.allocate(8)
+        connection.write(b"12345678", RemoteMemory.from_bytes(memory.handle()))
+        connection.flush(RemoteMemory.from_bytes(memory.handle()))
+        assert bytes(bytes_of(memory)) == b"12345678"
+        connection.close()
+
+
+def survive_counts_that_wrap(nics: list[str], host: str, gid: bytes, rails: int) -> str:
+    """rails * pieces is a multiple of 2**64."""
+    nbytes = 2**64 // rails
+    attached = wire.Attached(nbytes, 3, 2, 1, 1, 1, [], [1] * rails)
+    impostor = Impostor(host, gid, Hello=wire.Welcome([wire.RailAddress(gid, 0, 3)] * rails), Attach=attached)
+    handle = HANDLE._replace(offset_bytes=0, nbytes=nbytes)
+    with RdmaTransport(nics=nics) as transport:
+        connection = transport.connect(impostor.endpoint.to_bytes(), timeout_s=5)
+        try:
+            connection.write(b"x", RemoteMemory.from_bytes(handle.to_bytes()), 2**59, timeout_s=1)
+        except OnesidedError as error:
+            return type(error).__name__
+    return "written"
+
+
+@pytest.mark.xfail(strict=True, reason="rails * pieces wraps in RdmaConnection::open_memory, which believes the lie")
+@pytest.mark.parametrize("rails", [2, 8])
+def test_counts_of_keys_that_wrap(rails: int, spawn: Callable[[], Process]) -> None:
+    need("pyverbs", "rdma")
+    with PyverbsTransport() as transport:
+        rail = transport.rails[0]
+        nics, host, gid = [rail.name], rail.host, rail.address.gid
+    assert spawn().call(survive_counts_that_wrap, nics, host, gid, rails) == "ConnectionLost"
 
 
 # ---- Peers that die or stop ------------------------------------------------------------------------------------------

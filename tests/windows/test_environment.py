@@ -176,6 +176,8 @@ def attach_as_another_user(address: str, name: str) -> None:
 @needs_root
 def test_memory_is_for_one_user(processes: Processes, spawn, kind: Kind) -> None:
     """Another user who got hold of endpoint and handle reaches nothing."""
+    if kind.name != "shm":
+        pytest.skip("only on shm can be seen who the peer is; elsewhere the secrets of endpoint and handle decide")
     with Directory(processes.server.address) as directory:
         with Window.expose(directory, f"root's {kind.name}", nbytes=8, transport=kind.name) as window:
             spawn("nobody").call(attach_as_another_user, processes.server.address, f"root's {kind.name}")

@@ -485,6 +485,8 @@ def overlapping_put(group: Group, kind: Kind) -> None:
 
 
 def test_a_put_into_its_own_source_moves(ranks: Ranks, kind: Kind) -> None:
+    if kind.name != "shm":
+        pytest.skip("not promised: a device reads the source while it writes the target")
     ranks.run(overlapping_put, 1, kind)
 
 

@@ -36,15 +36,18 @@ def exact_counts(group: Group, kind: Kind, async_op: bool, private: bool) -> Non
     window.put(b"", peer)
     window.signal(peer, 1)
     window.signal(peer, 1, 10)
-    if not private:
+    atomics = not private or kind.private_atomics
+    if atomics:
         for _ in range(4):
             window.fetch_add(peer, 0, 1)
         window.compare_swap(peer, 0, 0, 1)
     window.flush(peer)
     window.flush(peer)
+    # A device gets small puts as copies, none of an empty one, and brings small gets into a buffer unless somebody waits.
+    copies = 13 if kind.name == "shm" else 7 if async_op else 12
     expected = {
-        "puts": 8, "gets": 5, "signals": 5, "bytes_put": sum(range(100, 107)), "bytes_got": 250, "copies": 13,
-        "flushes": 2, "atomics": 0 if private else 5,
+        "puts": 8, "gets": 5, "signals": 5, "bytes_put": sum(range(100, 107)), "bytes_got": 250, "copies": copies,
+        "flushes": 2, "atomics": 5 if atomics else 0,
     }  # fmt: skip
     assert difference(counts_of(kind, peer, group), before) == {name: n for name, n in expected.items() if n}
     window.wait_signal(0, 3)

