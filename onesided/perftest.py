@@ -88,14 +88,6 @@ class Perftest:
                 server.kill()
         if client.returncode != 0:
             raise OnesidedError(f"{' '.join(command)} failed:\n{client.stdout.strip()[-500:]}")
-        print(
-            tool,
-            options,
-            iterations,
-            round(took_s, 3),
-            _printed_s(tool, client.stdout),
-            file=__import__("sys").stderr,
-            flush=True,
         return took_s, _printed_s(tool, client.stdout)
 
 

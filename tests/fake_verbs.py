@@ -1,10 +1,15 @@
 """The RDMA provider of csrc/tests/fake_verbs.h for tests in Python: devices, failures and counts that a test chooses.
 
-It connects transports of one process only. A queue pair is named by its number; 0 is all of them.
+It connects transports of one process only, so ranks are threads; the table of verbs is one for the whole process, so
+whoever swaps it does that in a process of its own. A queue pair is named by its number; 0 is all of them.
 """
 
+import contextlib
 import ctypes
 import errno as errnos
+import gc
+import itertools
+import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,8 +17,9 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-import pytest
+from harness import Function, in_threads, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -131,6 +137,7 @@ FUNCTIONS: dict[str, tuple[type | None, list[object]]] = {
     "state_of": (ctypes.c_int, [u32]),
 }
 NOTHING = 2**64 - 1  # the answer to a name that is not known
+LIVE = ["device_lists", "contexts", "pds", "mrs", "channels", "cqs", "qps"]
 
 
 @cache
@@ -138,6 +145,8 @@ def load() -> ctypes.CDLL:
     """The shared object, built first if it is out of date. Skips the test that asks where it cannot be built."""
     built = subprocess.run([ROOT / "scripts" / "fake-verbs"], capture_output=True, text=True, check=False)
     if built.returncode == 77:
+        import pytest  # not in the processes that tests start
+
         pytest.skip(built.stderr.strip())
     if built.returncode != 0:
         raise RuntimeError(f"scripts/fake-verbs failed:\n{built.stderr}")
@@ -246,6 +255,10 @@ class FakeVerbs:
     def live(self, name: str) -> int:
         return self._named("live", name)
 
+    def alive(self) -> dict[str, int]:
+        """How many there are of each kind of object that there are any of."""
+        return {name: self.live(name) for name in LIVE if self.live(name) != 0}
+
     def traffic(self, device: str, name: str) -> int:
         return self._named("traffic", device, name)
 
@@ -259,16 +272,108 @@ class FakeVerbs:
     def state_of(self, qp_num: int) -> QpState:
         return QpState(self._call("state_of", qp_num))
 
+    def pending_at(self) -> list[int]:
+        """The queue pairs that something is held at."""
+        return [number for number in self.qp_nums() if self.pending(number) != 0]
+
 
 @contextmanager
 def in_use(devices: int | Sequence[Device] = 2) -> Iterator[FakeVerbs]:
-    """Puts the fake in the place of libibverbs. Everything made within must be closed within."""
+    """Puts the fake in the place of libibverbs. All that is made within must be closed within, and is looked for.
+
+    After a failure it stays: what the exception still holds would be closed by libibverbs, which did not make it.
+    """
     from onesided import _core
 
     fake = FakeVerbs()
     fake.reset(devices)
     _core.use_verbs_table(fake.table)
+    os.environ["ONESIDED_RDMA_ADDRESS"] = "127.0.0.1"  # the addresses of the fake's devices are not this host's
+    yield fake
+    gc.collect()
+    # A transport's own thread may be the last that holds a connection, for a moment.
+    with contextlib.suppress(AssertionError):
+        wait_until(lambda: not fake.alive(), "nothing is left", 5)
+    left = fake.alive()
+    assert not left, f"left at the devices: {left}"
+    assert fake.count("misuses") == 0
+    del os.environ["ONESIDED_RDMA_ADDRESS"]
+    _core.use_verbs_table(0)
+
+
+def on_fake(function: Function, devices: int | Sequence[Device], args: Sequence[object]) -> Any:
+    """Calls `function(fake, *args)` with the fake in use, and looks for what it leaves there when it has returned."""
+    import fake_verbs  # this module by its name: a process that was told to call on_fake() has it under another one
+
+    with fake_verbs.in_use(devices) as fake:
+        return function.load()(fake, *args)
+
+
+# ---- What uses it ----------------------------------------------------------------------------------------------------
+
+_numbers = itertools.count(1)
+
+
+@contextmanager
+def windows(size: int = 2, nbytes: int = 1 << 20, *, signals: int = 4) -> Iterator[list[Any]]:
+    """A window of a group of threads over rdma, by rank; closed at the end, as is the group."""
+    from onesided import Group, Window
+
+    groups = Group.local(size, name=f"fake {next(_numbers)}")
+    made: list[Any] = [None] * size
+
+    def make(rank: int) -> None:
+        made[rank] = Window.allocate(groups[rank], nbytes, signals=signals, transport="rdma")
+
     try:
-        yield fake
+        in_threads([lambda rank=rank: make(rank) for rank in range(size)])  # type: ignore[misc]
+        yield made
     finally:
-        _core.use_verbs_table(0)
+        for window in made:
+            if window is not None:
+                window.close()
+        for group in groups:
+            group.leave()
+
+
+class Pair:
+    """Transports `a` and `b`, and a memory of `b` as `a` reaches it."""
+
+    def __init__(self, nbytes: int, a: Any, b: Any) -> None:
+        import numpy as np
+
+        from onesided import RemoteMemory
+
+        self.a, self.b = a, b
+        self.memory = b.allocate(nbytes, signals=4)
+        self.array = np.frombuffer(self.memory, np.uint8)
+        self.remote = RemoteMemory.from_bytes(self.memory.handle())
+        self.connection = a.connect(b.bind(), name="b", timeout_s=20)
+
+    def close(self) -> None:
+        self.connection.close()
+        self.memory.close()
+
+
+@contextmanager
+def connected(nbytes: int = 1 << 20, *, a: Any = None, b: Any = None) -> Iterator[Pair]:
+    """`a` and `b` are transports, or options for new ones, which are closed at the end."""
+    from onesided import RdmaTransport
+
+    made: list[Any] = []
+
+    def transport(given: Any) -> Any:
+        if isinstance(given, RdmaTransport):
+            return given
+        made.append(RdmaTransport(**(given or {})))
+        return made[-1]
+
+    try:
+        pair = Pair(nbytes, transport(a), transport(b))
+        try:
+            yield pair
+        finally:
+            pair.close()
+    finally:
+        for each in made:
+            each.close()

@@ -55,13 +55,19 @@ def rdma() -> None:
         ("atomic", ["one at a time", "one at a time"]),
     ],
 )
-def test_rows_of_rdma_without_perftest(op: str, modes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_rdma_without_perftest(
+    op: str, modes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    done = CliRunner().invoke(main, ["bench", op, "--transport", "rdma", "--sizes", "4097"])
+    out = tmp_path / "rows.json"
+    done = CliRunner().invoke(main, ["bench", op, "--transport", "rdma", "--sizes", "4097", "--json", str(out)])
     assert done.exit_code == 0, done.output
     assert "apt-get install perftest" in done.output
-    for mode in set(modes):
-        assert done.output.count(mode) == modes.count(mode)
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["mode"] for row in rows] == modes
+    for row in rows:
+        assert set(row) == KEYS
+        assert row["limit_gbps"] is row["limit_latency_us"] is row["ratio"] is None
 
 
 @pytest.mark.usefixtures("rdma")

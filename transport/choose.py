@@ -57,8 +57,8 @@ def open_transport(kind: str = "auto", *, why: str | None = None) -> Transport:
     """Opens a transport: "shm", "rdma", or "auto" for the first that this system supports. Unsupported if none is.
 
     "pyverbs" is the reference implementation of "rdma", with synchronous operations only (onesided.transport.pyverbs).
-    For other options than the usual ones make the transport itself: RdmaTransport(nics=["mlx5_0"]). `why` is for the log
-    and for describe(), if somebody else has chosen.
+    For other options than the usual ones make the transport itself: RdmaTransport(nics=["mlx5_0"]). `why` is for the
+    log and for describe(), if somebody else has chosen.
     """
     chosen = choose_kind(kind)
     if why is None:

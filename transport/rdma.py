@@ -34,14 +34,15 @@ class RdmaTransport(_core.RdmaTransport):
         itself. None takes the environment variable ONESIDED_NICS (with commas), and without that all ports that are as
         good as the best one; describe() tells which, and why.
     address
-        Where peers introduce themselves (an IP address of this host). "" takes the address behind the first rail's GID,
-        or, if that is none, the one from which this host reaches others.
+        Where peers introduce themselves (an IP address of this host). "" takes the environment variable
+        ONESIDED_RDMA_ADDRESS, and without that the address behind the first rail's GID, or, if that is none, the one
+        from which this host reaches others.
     depth
         Operations under way on one queue pair; who issues more waits.
     timeout, retries
         How soon a peer shows that does not answer any more: a packet is sent again after 4.096 µs * 2**timeout,
-        `retries` times (0 to 6). The defaults are about half a second; the end of the peer's process shows at once in any case.
-        Lower values take a short congestion for the end.
+        `retries` times (0 to 6). The defaults are about half a second; the end of the peer's process shows at once in
+        any case. Lower values take a short congestion for the end.
     mtu
         256 to 4096 bytes a packet; 0 takes what the ports of both ends have.
     traffic_class, service_level
@@ -73,7 +74,7 @@ class RdmaTransport(_core.RdmaTransport):
             nics = [name.strip() for name in os.environ.get("ONESIDED_NICS", "").split(",") if name.strip()]
         super().__init__(
             nics=list(nics),
-            address=address,
+            address=address or os.environ.get("ONESIDED_RDMA_ADDRESS", ""),
             depth=depth,
             timeout=timeout,
             retries=retries,

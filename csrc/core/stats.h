@@ -45,6 +45,19 @@ class Counters {
       shared_[i].fetch_add(n, std::memory_order_relaxed);
     }
   }
+  // Several at once, each a pair of Count and how many: asks only once who counts. On the path of every small put.
+  template <class... Pairs>
+  [[gnu::always_inline]] void add_all(const Pairs&... pairs) {
+    if (owner_.is_me()) {
+      const auto each = [this](Count count, std::uint64_t n) {
+        auto& word = owned_[static_cast<unsigned>(count)];
+        word.store(word.load(std::memory_order_relaxed) + n, std::memory_order_relaxed);
+      };
+      (each(pairs.first, pairs.second), ...);
+    } else {
+      (shared_[static_cast<unsigned>(pairs.first)].fetch_add(pairs.second, std::memory_order_relaxed), ...);
+    }
+  }
   std::uint64_t get(Count count) const {
     const auto i = static_cast<unsigned>(count);
     return owned_[i].load(std::memory_order_relaxed) + shared_[i].load(std::memory_order_relaxed);

@@ -353,9 +353,8 @@ DeadlineExceeded if nobody answers, Unsupported if the peer is on another host.)
                                            "Peers that a verbs device reaches. See onesided.transport.RdmaTransport.")
       .def(
           "__init__",
-          [](PyRdmaTransport* self, nb::handle nics, nb::handle address, nb::handle depth,
-             nb::handle timeout, nb::handle retries, nb::handle mtu, nb::handle traffic_class,
-             nb::handle service_level) {
+          [](PyRdmaTransport* self, nb::handle nics, nb::handle address, nb::handle depth, nb::handle timeout,
+             nb::handle retries, nb::handle mtu, nb::handle traffic_class, nb::handle service_level) {
             RdmaArguments arguments;
             for (const nb::handle name : nb::borrow<nb::iterable>(nics)) {
               arguments.nics.push_back(to_string(name, "a name in nics"));

@@ -24,8 +24,12 @@ void* operator new(std::size_t nbytes) {
   if (void* const made = std::malloc(nbytes != 0 ? nbytes : 1)) return made;
   throw std::bad_alloc();
 }
-void operator delete(void* made) noexcept { std::free(made); }
-void operator delete(void* made, std::size_t) noexcept { std::free(made); }
+void operator delete(void* made) noexcept {
+  std::free(made);
+}
+void operator delete(void* made, std::size_t) noexcept {
+  std::free(made);
+}
 
 namespace onesided::tests {
 namespace {
@@ -35,7 +39,7 @@ namespace {
 class SystemCalls {
  public:
   SystemCalls() {
-    struct sigaction action {};
+    struct sigaction action{};
     action.sa_sigaction = note;
     action.sa_flags = SA_SIGINFO;
     ::sigaction(SIGSYS, &action, &before_);
@@ -74,7 +78,7 @@ class SystemCalls {
 
   static inline volatile char blocked_ = 0;
   static inline volatile int seen_ = -1;
-  struct sigaction before_ {};
+  struct sigaction before_{};
   bool works_ = false;
 };
 
@@ -82,7 +86,8 @@ TEST_CASE("rdma: a small put neither allocates nor calls the system") {
   const fake::InUse in_use(fake::default_machine(1));
   verbs::RdmaOptions options;
   options.address = "127.0.0.1";
-  const auto here = std::make_shared<verbs::RdmaTransport>(options), there = std::make_shared<verbs::RdmaTransport>(options);
+  const auto here = std::make_shared<verbs::RdmaTransport>(options),
+             there = std::make_shared<verbs::RdmaTransport>(options);
   const auto connection = here->connect(there->bind(false), "there", patience());
   const auto memory = there->allocate(4096, Access::ReadWrite, 1, 8);
   const auto target = connection->attach(memory->remote(), patience());

@@ -268,17 +268,17 @@ Channel::~Channel() {
 
 // ---- Posting --------------------------------------------------------------------------------------------------------
 
-// With post_lock_ held, and held again when it returns. This and post() are on the path of every put: what is rare is apart.
-[[gnu::always_inline]] inline void Channel::make_room(std::unique_lock<PostLock>& lock, Lane& lane, unsigned requests,
-                                                      const Deadline& deadline) {
+// With post_lock_ held, and held again when it returns or throws. This and post() are on the path of every put: what is
+// rare is apart.
+[[gnu::always_inline]] inline void Channel::make_room(Lane& lane, unsigned requests, const Deadline& deadline) {
   // Looked now and then, so that an error shows before the queue is full.
   if (lane.posted % 16 == 0 || failed_.load(std::memory_order_relaxed) ||
       lane.posted + requests - lane.completed.load(std::memory_order_acquire) > depth_) [[unlikely]] {
-    wait_for_room(lock, lane, requests, deadline);
+    wait_for_room(lane, requests, deadline);
   }
 }
 
-void Channel::wait_for_room(std::unique_lock<PostLock>& lock, Lane& lane, unsigned requests, const Deadline& deadline) {
+void Channel::wait_for_room(Lane& lane, unsigned requests, const Deadline& deadline) {
   if (lane.posted % 16 == 0) poll();
   while (lane.posted + requests - lane.completed.load(std::memory_order_acquire) > depth_) {
     Ticket ticket{};
@@ -287,9 +287,11 @@ void Channel::wait_for_room(std::unique_lock<PostLock>& lock, Lane& lane, unsign
     // Half of the queue, so that not every request waits for the one before it. What is waited for has asked for a
     // completion: every eighth of the queue does.
     ticket[index] = std::min(lane.asked, lane.completed.load() + depth_ / 2);
-    lock.unlock();
-    const bool in_time = await(ticket, deadline, [] {});
-    lock.lock();
+    bool in_time;
+    {
+      const PostLock::Aside aside(post_lock_);
+      in_time = await(ticket, deadline, [] {});
+    }
     if (ended()) fail_ended("post");
     if (!in_time) {
       fail(ErrorKind::DeadlineExceeded, "no room for another operation: ", depth_, " are under way to ", peer_);
@@ -297,9 +299,8 @@ void Channel::wait_for_room(std::unique_lock<PostLock>& lock, Lane& lane, unsign
   }
   if (failed_.load(std::memory_order_relaxed)) {
     if (!ended()) {
-      lock.unlock();
+      const PostLock::Aside aside(post_lock_);
       end(kind_, cause());
-      lock.lock();
     }
     fail_ended("post");
   }
@@ -388,8 +389,8 @@ std::uint64_t Channel::post_with_signal(std::size_t index, ibv_send_wr& request,
   Lane& lane = *lanes_[index];
   if (nbytes > lane.inline_nbytes)
     return write_from_ring(index, source, nbytes, address, key, signal, signaled, deadline);
-  std::unique_lock lock(post_lock_);
-  make_room(lock, lane, signal != nullptr ? 2 : 1, deadline);
+  std::lock_guard lock(post_lock_);
+  make_room(lane, signal != nullptr ? 2 : 1, deadline);
   ibv_send_wr request;
   ibv_sge piece{reinterpret_cast<std::uint64_t>(source), nbytes, 0};
   write_to(request, piece, address, key);
@@ -413,7 +414,7 @@ std::uint64_t Channel::write_from_ring(std::size_t index, const void* source, st
                                        const Deadline& deadline) {
   Lane& lane = *lanes_[index];
   std::unique_lock lock(post_lock_);
-  make_room(lock, lane, signal != nullptr ? 2 : 1, deadline);
+  make_room(lane, signal != nullptr ? 2 : 1, deadline);
   const unsigned slot = ring_next_;
   // The write that used this piece before must be over.
   Ticket before{};
@@ -422,7 +423,7 @@ std::uint64_t Channel::write_from_ring(std::size_t index, const void* source, st
     // What is waited for may not have asked for a completion: a marker behind it does.
     Lane& used = *lanes_[ring_lane_[slot]];
     if (used.asked < ring_used_[slot]) {
-      make_room(lock, used, 1, deadline);
+      make_room(used, 1, deadline);
       ibv_send_wr nothing;
       ibv_sge none{};
       write_to(nothing, none, 0, 0);
@@ -452,8 +453,8 @@ std::uint64_t Channel::write(std::size_t index, const void* source, std::uint32_
                              std::uint64_t address, std::uint32_t key, const Word* signal, bool signaled,
                              const Deadline& deadline) {
   Lane& lane = *lanes_[index];
-  std::unique_lock lock(post_lock_);
-  make_room(lock, lane, signal != nullptr ? 2 : 1, deadline);
+  std::lock_guard lock(post_lock_);
+  make_room(lane, signal != nullptr ? 2 : 1, deadline);
   ibv_send_wr request;
   ibv_sge piece{reinterpret_cast<std::uint64_t>(source), nbytes, lkey};
   write_to(request, piece, address, key);
@@ -464,8 +465,8 @@ std::uint64_t Channel::write(std::size_t index, const void* source, std::uint32_
 std::uint64_t Channel::read(std::size_t index, void* destination, std::uint32_t nbytes, std::uint32_t lkey,
                             std::uint64_t address, std::uint32_t key, bool signaled, const Deadline& deadline) {
   Lane& lane = *lanes_[index];
-  std::unique_lock lock(post_lock_);
-  make_room(lock, lane, 1, deadline);
+  std::lock_guard lock(post_lock_);
+  make_room(lane, 1, deadline);
   ibv_send_wr request;
   ibv_sge piece{reinterpret_cast<std::uint64_t>(destination), nbytes, lkey};
   write_to(request, piece, address, key);
@@ -475,8 +476,8 @@ std::uint64_t Channel::read(std::size_t index, void* destination, std::uint32_t 
 
 std::uint64_t Channel::signal(std::size_t index, const Word& word, bool signaled, const Deadline& deadline) {
   Lane& lane = *lanes_[index];
-  std::unique_lock lock(post_lock_);
-  make_room(lock, lane, 1, deadline);
+  std::lock_guard lock(post_lock_);
+  make_room(lane, 1, deadline);
   ibv_send_wr request;
   char* const landing = slot_data(0);
   ibv_sge result{reinterpret_cast<std::uint64_t>(landing), sizeof(std::uint64_t), staging_key(index, landing)};
@@ -486,8 +487,8 @@ std::uint64_t Channel::signal(std::size_t index, const Word& word, bool signaled
 
 std::uint64_t Channel::fetch_add(std::size_t index, unsigned slot, const Word& word, const Deadline& deadline) {
   Lane& lane = *lanes_[index];
-  std::unique_lock lock(post_lock_);
-  make_room(lock, lane, 1, deadline);
+  std::lock_guard lock(post_lock_);
+  make_room(lane, 1, deadline);
   ibv_send_wr request;
   char* const landing = slot_data(slot);
   ibv_sge result{reinterpret_cast<std::uint64_t>(landing), sizeof(std::uint64_t), staging_key(index, landing)};
@@ -498,8 +499,8 @@ std::uint64_t Channel::fetch_add(std::size_t index, unsigned slot, const Word& w
 std::uint64_t Channel::compare_swap(std::size_t index, unsigned slot, std::uint64_t address, std::uint32_t key,
                                     std::uint64_t expected, std::uint64_t desired, const Deadline& deadline) {
   Lane& lane = *lanes_[index];
-  std::unique_lock lock(post_lock_);
-  make_room(lock, lane, 1, deadline);
+  std::lock_guard lock(post_lock_);
+  make_room(lane, 1, deadline);
   ibv_send_wr request;
   char* const landing = slot_data(slot);
   ibv_sge result{reinterpret_cast<std::uint64_t>(landing), sizeof(std::uint64_t), staging_key(index, landing)};
@@ -520,8 +521,8 @@ std::uint64_t Channel::marker(std::size_t index, const Deadline& deadline) {
 
 std::uint64_t Channel::probe(std::size_t index, const Deadline& deadline) {
   Lane& lane = *lanes_[index];
-  std::unique_lock lock(post_lock_);
-  make_room(lock, lane, 1, deadline);
+  std::lock_guard lock(post_lock_);
+  make_room(lane, 1, deadline);
   ibv_send_wr request;
   ibv_sge none{};
   write_to(request, none, 0, 0);

@@ -74,6 +74,18 @@ class Responder {
 // of a small put.
 class PostLock {
  public:
+  // Lets go of a lock that is held, while it lives.
+  class Aside {
+   public:
+    explicit Aside(PostLock& lock) : lock_(lock) { lock.unlock(); }
+    ~Aside() { lock_.lock(); }
+    Aside(const Aside&) = delete;
+    Aside& operator=(const Aside&) = delete;
+
+   private:
+    PostLock& lock_;
+  };
+
   void lock() {
     if (!try_lock()) [[unlikely]]
       wait();
@@ -245,8 +257,8 @@ class Channel {
 
   void make(Lane& lane);
   void destroy_queues();
-  void make_room(std::unique_lock<PostLock>& lock, Lane& lane, unsigned requests, const Deadline& deadline);
-  void wait_for_room(std::unique_lock<PostLock>& lock, Lane& lane, unsigned requests, const Deadline& deadline);
+  void make_room(Lane& lane, unsigned requests, const Deadline& deadline);
+  void wait_for_room(Lane& lane, unsigned requests, const Deadline& deadline);
   std::uint64_t post(Lane& lane, ibv_send_wr* first, ibv_send_wr* last, unsigned requests, std::uint64_t nbytes,
                      bool signaled);
   std::uint64_t post_with_signal(std::size_t lane, ibv_send_wr& request, const Word& signal, std::uint64_t nbytes,

@@ -119,7 +119,7 @@ void RdmaConnection::hear(const Message& message) {
         }
       }
       for (const auto& target : revocation.targets) target->revoke();
-      revocations_.push_back(std::move(revocation));
+      if (!closed_.load()) revocations_.push_back(std::move(revocation));
     }
     return;  // finish_revocations() follows in the same turn of the hub's thread
   }
@@ -137,7 +137,21 @@ bool RdmaConnection::finish_revocations() {
     pending.swap(revocations_);
   }
   if (pending.empty()) return false;
+  // A generation that ended in the middle of something: what it still has on its way must not land after the answer. Either
+  // the next generation is being opened, which ends the old one at the peer first, or the peer is told to do that alone.
+  const std::shared_ptr<Channel>* const present = present_.load(std::memory_order_acquire);
+  const bool ended = present != nullptr && (*present)->ended() && !peer_->lost();
+  if (ended && opening_.exchange(true)) {
+    std::lock_guard lock(mutex_);
+    std::move(pending.begin(), pending.end(), std::back_inserter(revocations_));
+    return true;
+  }
   std::vector<Revocation> left;
+  if (ended) {
+    Message open;
+    open.say = Say::Open;
+    socket_->send(open.to_bytes());
+  }
   for (Revocation& revocation : pending) {
     const bool quiet = std::all_of(revocation.targets.begin(), revocation.targets.end(),
                                    [](const auto& target) { return target->quiet(); });
@@ -150,9 +164,13 @@ bool RdmaConnection::finish_revocations() {
     revoked.id = revocation.memory_id;
     socket_->send(revoked.to_bytes());
   }
+  if (ended) {
+    opening_.store(false);
+    opened_.notify();
+  }
   const bool unfinished = !left.empty();
   std::lock_guard lock(mutex_);
-  std::move(left.begin(), left.end(), std::back_inserter(revocations_));
+  if (!closed_.load()) std::move(left.begin(), left.end(), std::back_inserter(revocations_));
   return unfinished;
 }
 
@@ -389,9 +407,11 @@ void RdmaConnection::close(const Deadline& deadline) {
   }
   std::vector<std::shared_ptr<RdmaTarget>> open;
   decltype(targets_) cached;
+  decltype(revocations_) unanswered;  // they hold targets, which hold this connection
   {
     std::lock_guard lock(mutex_);
     if (closed_.exchange(true)) return;
+    unanswered.swap(revocations_);
     for (const auto& weak : attached_) {
       if (auto target = weak.lock()) open.push_back(std::move(target));
     }

@@ -113,6 +113,7 @@ void Hub::stop() {
   }
   std::vector<std::weak_ptr<Allocation>> allocations;
   std::lock_guard lock(mutex_);
+  for (const auto& [fd, peer] : incoming_) forget_in_forked_child(fd);
   incoming_.clear();
   allocations.swap(allocations_);
   for (const auto& weak : allocations) {
@@ -392,10 +393,12 @@ std::optional<Message> Hub::answer(Incoming& peer, const Message& message) {
         if (memory == nullptr || memory->closed()) fail(ErrorKind::StaleHandle, "attach: this memory was closed");
         if (memory->key() != message.token)
           fail(ErrorKind::Handle, "attach: this handle's key does not fit the memory");
-        const auto peers = std::count_if(incoming_.begin(), incoming_.end(),
-                                         [&](const auto& other) { return other.second.attached.count(message.id) != 0; });
+        const auto peers = std::count_if(incoming_.begin(), incoming_.end(), [&](const auto& other) {
+          return other.second.attached.count(message.id) != 0;
+        });
         if (peer.attached.count(message.id) == 0 && peers >= memory->most_peers()) {
-          fail(ErrorKind::Unsupported, "attach: this memory was made for ", memory->most_peers(), " peers and has as many");
+          fail(ErrorKind::Unsupported, "attach: this memory was made for ", memory->most_peers(),
+               " peers and has as many");
         }
         reply.say = Say::Attached;
         reply.reach = memory->reach();

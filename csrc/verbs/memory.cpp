@@ -20,7 +20,8 @@ std::shared_ptr<Segment> make_control(std::uint32_t signals) {
 }  // namespace
 
 RdmaMemory::RdmaMemory(std::shared_ptr<Hub> hub, std::uint64_t id, void* data, std::uint64_t nbytes, Access access,
-                       std::uint32_t signals, std::uint32_t most_peers, std::shared_ptr<Segment> segment, Keepalive keep)
+                       std::uint32_t signals, std::uint32_t most_peers, std::shared_ptr<Segment> segment,
+                       Keepalive keep)
     : hub_(std::move(hub)),
       id_(id),
       key_(random_token()),

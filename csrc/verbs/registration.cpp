@@ -8,6 +8,8 @@
 #include <cerrno>
 #include <fstream>
 
+#include "core/process.h"
+
 namespace onesided::verbs {
 namespace {
 
@@ -59,7 +61,7 @@ ibv_mr* HostMemory::make(const Device& device, std::uint64_t offset, std::uint64
 
 Registration::Registration(const std::vector<std::shared_ptr<Device>>& rails, KeyProvider& provider,
                            std::uint64_t address, std::uint64_t nbytes, unsigned access)
-    : address_(address), nbytes_(nbytes), devices_(rails) {
+    : made_in_(fork_generation()), address_(address), nbytes_(nbytes), devices_(rails) {
   piece_nbytes_ = std::max<std::uint64_t>(nbytes, 1);
   for (const auto& device : rails) {
     // A multiple of the largest page, so that no two pieces share one; some software devices tell no limit at all.
@@ -94,6 +96,10 @@ Registration::~Registration() {
 }
 
 void Registration::release() {
+  if (made_in_ != fork_generation()) {  // a child's: the regions, and the device that they are of, are its parent's
+    new std::vector<std::shared_ptr<Device>>(std::move(devices_));
+    return;
+  }
   for (ibv_mr* region : regions_) api().dereg_mr(region);
   regions_.clear();
 }

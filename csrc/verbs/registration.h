@@ -70,6 +70,7 @@ class Registration {
   }
   void release();
 
+  const std::uint32_t made_in_;
   const std::uint64_t address_;
   const std::uint64_t nbytes_;
   std::uint64_t piece_nbytes_ = 0;

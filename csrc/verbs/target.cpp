@@ -167,6 +167,37 @@ void RdmaTarget::refuse(const char* operation, Access wanted, std::uint64_t offs
   }
 }
 
+// An asynchronous operation that could not even begin, because of something at the peer.
+class RdmaTarget::FailedWork final : public Work {
+ public:
+  explicit FailedWork(Error error) : error_(std::move(error)) {}
+
+  bool done() override { return true; }
+  void wait(const Deadline&) override {
+    told.store(true);
+    throw error_;
+  }
+  std::optional<Error> error() override {
+    told.store(true);
+    return error_;
+  }
+  const Error& cause() const { return error_; }
+
+  std::atomic<bool> told{false};
+
+ private:
+  const Error error_;
+};
+
+// The caller could not know: its Work tells, or the next flush if nobody asks.
+std::shared_ptr<Work> RdmaTarget::fail_later(const Error& error) {
+  auto work = std::make_shared<FailedWork>(error);
+  std::lock_guard lock(change_mutex_);
+  if (failed_.size() < kMostFailed) failed_.push_back(work);
+  unflushed_.store(true);
+  return work;
+}
+
 template <class Operation>
 [[gnu::always_inline]] inline auto RdmaTarget::counted(Operation&& operation) {
   try {
@@ -177,6 +208,17 @@ template <class Operation>
     counters().add(Count::Errors);
     if (const Channel* const used = used_.load(); used != nullptr && used->ended()) told(*used);
     throw seen_from_here(error);
+  }
+}
+
+template <class Operation>
+std::shared_ptr<Work> RdmaTarget::counted(const How& how, Operation&& operation) {
+  if (!how.async) return counted(operation);
+  try {
+    return counted(operation);
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::StaleHandle || closed_.load()) throw;
+    return fail_later(error);
   }
 }
 
@@ -224,6 +266,10 @@ std::optional<Error> RdmaTarget::take_untold() {
   }
   auto error = std::move(untold_);
   untold_.reset();
+  for (const auto& work : failed_) {
+    if (!work->told.exchange(true) && !error) error = work->cause();
+  }
+  failed_.clear();
   return error;
 }
 
@@ -293,14 +339,23 @@ std::pair<Ticket, Ticket> RdmaTarget::in_parts(Channel& channel, std::uint64_t n
   const std::size_t lanes = one_lane || nbytes < kStriped ? 1 : channel.lanes();
   const std::uint64_t share = lanes == 1 ? nbytes : (nbytes / lanes + kStripeUnit - 1) / kStripeUnit * kStripeUnit;
   Ticket first{}, last{};
-  for (std::size_t lane = 0; lane < lanes; ++lane) {
-    std::uint64_t at = std::min(nbytes, lane * share);
-    const std::uint64_t end = lane + 1 == lanes ? nbytes : std::min(nbytes, at + share);
-    while (at < end) {
-      at += post(lane, at, end, last[lane]);
-      if (first[lane] == 0) first[lane] = last[lane];
-      track(channel, lane, last[lane]);
+  try {
+    for (std::size_t lane = 0; lane < lanes; ++lane) {
+      std::uint64_t at = std::min(nbytes, lane * share);
+      const std::uint64_t end = lane + 1 == lanes ? nbytes : std::min(nbytes, at + share);
+      while (at < end) {
+        at += post(lane, at, end, last[lane]);
+        if (first[lane] == 0) first[lane] = last[lane];
+        track(channel, lane, last[lane]);
+      }
     }
+  } catch (...) {
+    // The caller gets its buffer back, and what was posted still uses it.
+    if (first != Ticket{}) {
+      channel.end(ErrorKind::DeadlineExceeded, "an operation was given up when a part of it was under way");
+      told(channel);
+    }
+    throw;
   }
   return {first, last};
 }
@@ -345,9 +400,8 @@ std::shared_ptr<Work> RdmaTarget::write(const void* source, std::uint64_t nbytes
     if (!how.deadline.is_never()) check_deadline("put", peer().name(), how.deadline);
     UnderWay under_way(*this, "put");
     Channel& channel = begin(false, how.deadline);
-    Counters& counts = *connection_->counters();
-    counts.add(Count::Puts);
-    counts.add(Count::BytesPut, nbytes);
+    connection_->counters()->add_all(std::pair(Count::Puts, 1), std::pair(Count::BytesPut, nbytes),
+                                     std::pair(Count::Copies, 1));
     track(channel, 0,
           channel.write_small(source, static_cast<std::uint32_t>(nbytes), reach_.address + offset_ + offset,
                               reach_.keys[channel.remote_rail(0)], how.deadline));
@@ -358,7 +412,7 @@ std::shared_ptr<Work> RdmaTarget::write(const void* source, std::uint64_t nbytes
 
 std::shared_ptr<Work> RdmaTarget::write_any(const void* source, std::uint64_t nbytes, std::uint64_t offset,
                                             const std::optional<Signal>& signal, const How& how) {
-  return counted([&]() -> std::shared_ptr<Work> {
+  return counted(how, [&]() -> std::shared_ptr<Work> {
     check("put", Access::Write, offset, nbytes);
     if (signal) check_signal("put", peer().name(), signal->index, reach_.signals);
     check_deadline("put", peer().name(), how.deadline);
@@ -436,7 +490,7 @@ Ticket RdmaTarget::write_copied(Channel& channel, const char* source, std::uint6
 }
 
 std::shared_ptr<Work> RdmaTarget::read(void* destination, std::uint64_t nbytes, std::uint64_t offset, const How& how) {
-  return counted([&]() -> std::shared_ptr<Work> {
+  return counted(how, [&]() -> std::shared_ptr<Work> {
     check("get", Access::Read, offset, nbytes);
     check_deadline("get", peer().name(), how.deadline);
     UnderWay under_way(*this, "get");
@@ -473,7 +527,7 @@ std::shared_ptr<Work> RdmaTarget::read(void* destination, std::uint64_t nbytes, 
 }
 
 std::shared_ptr<Work> RdmaTarget::signal(const Signal& signal, const How& how) {
-  return counted([&]() -> std::shared_ptr<Work> {
+  return counted(how, [&]() -> std::shared_ptr<Work> {
     check_not_forked(made_in_, "this window");
     check_signal("signal", peer().name(), signal.index, reach_.signals);
     check_deadline("signal", peer().name(), how.deadline);

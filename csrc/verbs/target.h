@@ -46,6 +46,7 @@ class RdmaTarget final : public Target {
   Error explain(const Channel& channel, const char* what, const Ticket& first, const Ticket& last) const;
 
  private:
+  class FailedWork;
   class UnderWay;
   class Local;
 
@@ -71,6 +72,9 @@ class RdmaTarget final : public Target {
                               const How& how, std::shared_ptr<void> registration);
   template <class Operation>
   auto counted(Operation&& operation);
+  template <class Operation>
+  std::shared_ptr<Work> counted(const How& how, Operation&& operation);
+  std::shared_ptr<Work> fail_later(const Error& error);
   std::uint64_t atomic_address(const char* operation, std::uint64_t offset) const;
   std::optional<Error> take_untold();
   Error seen_from_here(const Error& error) const;
@@ -98,6 +102,8 @@ class RdmaTarget final : public Target {
   std::atomic<std::uint32_t> told_{0};
   std::mutex change_mutex_;
   std::optional<Error> untold_;
+  static constexpr std::size_t kMostFailed = 4096;
+  std::deque<std::shared_ptr<FailedWork>> failed_;  // since the last flush
 };
 
 }  // namespace onesided::verbs

@@ -290,8 +290,12 @@ def test_nothing_stays_behind_after_kill_9(processes: Processes, kind: Kind, tmp
 
 
 def stopped_in_the_middle(group: Group, kind: Kind, private: bool) -> None:
-    """Rank 1 is stopped while it writes to rank 0: closing raises at its deadline, and works once rank 1 goes on."""
-    nbytes = 256 * MIB
+    """Rank 1 is stopped while it writes to rank 0.
+
+    On shm nothing can keep it from writing on when it goes on, so closing raises at its deadline. A device can be told:
+    closing ends the connection of who does not answer.
+    """
+    nbytes = 256 * MIB if kind.name == "shm" else 16 * MIB
     if private:
         window = Window.create(group, np.zeros(nbytes, np.uint8), signals=1, transport=kind.name)
     else:
@@ -302,6 +306,7 @@ def stopped_in_the_middle(group: Group, kind: Kind, private: bool) -> None:
         with raises(StaleHandle):
             while True:
                 window.put(source, 0, signal=0)
+        parent.say("refused")
         return
     window.wait_signal(0, 1)
     parent.say("under way")
@@ -310,8 +315,13 @@ def stopped_in_the_middle(group: Group, kind: Kind, private: bool) -> None:
         window.wait_signal(0, window.signal_value(0) + 1, timeout_s=0.1)
     begun = time.monotonic()
     try:
+        array = window.array
         window.close(timeout_s=0.2)
-        parent.say("closed")  # it was stopped between two puts
+        assert time.monotonic() - begun < 3
+        array[:] = 7  # it is ours again
+        parent.say("closed")  # it was stopped between two puts, or its device was
+        parent.hear()
+        assert (array == 7).all()
     except DeadlineExceeded:
         assert 0.2 <= time.monotonic() - begun < 3
         assert not window.closed
@@ -332,11 +342,14 @@ def test_case_31_a_peer_is_stopped_in_the_middle(processes: Processes, kind: Kin
         team[0].tell()
         said = team[0].said()
         team[1].resume()
+        if said == "closed":
+            assert team[1].said() == "refused"
+        team[0].tell()
         if said == "not closed":
-            team[0].tell()
             assert team[0].said() == "closed"
+            assert team[1].said() == "refused"
         processes.finish(team)
-        if said == "not closed":
+        if said == "not closed" or kind.name == "rdma":
             return
     pytest.fail("it was never stopped within a put")
 
@@ -599,8 +612,17 @@ def exit_as_usual() -> None:
     gc.collect()
 
 
+def skip_where_forks_damage_registered_pages(kind: Kind) -> None:
+    if kind.name == "rdma" and "User Mode Linux" in Path("/proc/cpuinfo").read_text():
+        pytest.skip(
+            "User-Mode Linux damages registered pages when a process with threads forks, with no transfer at all; "
+            "`tests/softroce/run --qemu` has a kernel that does not"
+        )
+
+
 @pytest.mark.parametrize("how", ["uses", "closes", "ends", "collects"])
 def test_case_29_fork_after_use(processes: Processes, kind: Kind, how: str) -> None:
+    skip_where_forks_damage_registered_pages(kind)
     processes.run(fork_after_use, 2, kind, how)
 
 
@@ -623,6 +645,7 @@ def fork_and_open_anew(group: Group, kind: Kind) -> None:
 
 
 def test_case_29_a_forked_child_opens_its_own(processes: Processes, kind: Kind) -> None:
+    skip_where_forks_damage_registered_pages(kind)
     processes.run(fork_and_open_anew, 1, kind)
 
 
@@ -676,12 +699,13 @@ def make_and_close_windows(group: Group, kind: Kind) -> None:
             assert window.array[0] == ord("x")
 
     for turn in (cycle, private_cycle, expose_cycle):
-        for _ in range(30):
+        count = 300 if kind.name == "shm" else 40  # making a queue pair takes milliseconds
+        for _ in range(count // 10):
             turn()
         gc.collect()
         group.barrier()
         before = held()
-        for _ in range(300):
+        for _ in range(count):
             turn()
         gc.collect()
         group.barrier()

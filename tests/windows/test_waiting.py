@@ -54,8 +54,9 @@ def test_two_seconds_of_waiting_use_no_cpu(processes: Processes, kind: Kind, cap
         print(f"[CPU in 2 s: waiting {1000 * waiting_s:.1f} ms, idle {1000 * idle_s:.1f} ms] ", end="")
     assert waited_s >= 2
     assert idled_s >= 1.9
-    # Where a device writes the signals, a waiter has to look now and then.
-    assert waiting_s < (0.050 if kind.name == "shm" else 0.150)
+    # Where a device writes the signals, a waiter looks now and then, a few hundred times in all. The kernel of the tests
+    # charges whole ticks of 10 ms for that, to whoever it meets.
+    assert waiting_s < (0.050 if kind.name == "shm" else 0.500)
     assert idle_s < 0.050
 
 
@@ -134,7 +135,9 @@ QUEUED = ("work.wait", "flush", "flush of all", "signal behind puts", "close", "
 @pytest.mark.parametrize("use", USES)
 def test_ctrl_c_ends_every_blocking_call(processes: Processes, spawn, kind: Kind, use: str, capsys) -> None:
     if kind.name == "rdma" and use in QUEUED:
-        pytest.skip("Soft-RoCE on one processor moves the bytes while they are posted; tests/rdma has this on a fake device")
+        pytest.skip(
+            "Soft-RoCE on one processor moves the bytes while they are posted; tests/rdma has this on a fake device"
+        )
     process = spawn("the interrupted")
     process.begin(ctrl_c, processes.server.address, kind, use)
     assert process.said() == "blocking"

@@ -185,6 +185,10 @@ def fence(group: Group, kind: Kind, private: bool, how: str) -> None:
 def test_case_32_a_deadline_is_a_fence(
     processes: Processes, kind: Kind, how: str, private: bool, stopped: bool
 ) -> None:
+    if kind.name == "rdma" and how != "sync":
+        pytest.skip(
+            "Soft-RoCE on one processor moves bytes while they are posted; tests/rdma has this on a fake device"
+        )
     team = processes.start(fence, 2, kind, private, how)
     team[1].said()
     if stopped:
@@ -223,8 +227,8 @@ def running_is_fenced(group: Group, kind: Kind, private: bool, how: str) -> None
 
 @pytest.mark.parametrize("private", [False, True], ids=["allocated", "private"])
 @pytest.mark.parametrize("how", ["wait", "flush"])
-def test_case_32_what_runs_is_ended_within_a_piece(ranks: Ranks, kind: Kind, how: str, private: bool) -> None:
-    ranks.run(running_is_fenced, 2, kind, private, how)
+def test_case_32_what_runs_is_ended_within_a_piece(ranks: Ranks, lasting: Kind, how: str, private: bool) -> None:
+    ranks.run(running_is_fenced, 2, lasting, private, how)
 
 
 def zero_deadlines(group: Group, kind: Kind) -> None:
@@ -251,8 +255,8 @@ def zero_deadlines(group: Group, kind: Kind) -> None:
     window.close()
 
 
-def test_torchcomms_32_writes_with_a_zero_deadline(ranks: Ranks, kind: Kind) -> None:
-    ranks.run(zero_deadlines, 2, kind)
+def test_torchcomms_32_writes_with_a_zero_deadline(ranks: Ranks, lasting: Kind) -> None:
+    ranks.run(zero_deadlines, 2, lasting)
 
 
 def other_peers(group: Group, kind: Kind) -> None:
@@ -275,8 +279,8 @@ def other_peers(group: Group, kind: Kind) -> None:
     window.close()
 
 
-def test_a_deadline_of_one_peer_leaves_others_alone(ranks: Ranks, kind: Kind) -> None:
-    ranks.run(other_peers, 3, kind)
+def test_a_deadline_of_one_peer_leaves_others_alone(ranks: Ranks, lasting: Kind) -> None:
+    ranks.run(other_peers, 3, lasting)
 
 
 def back_pressure(group: Group, kind: Kind) -> None:
@@ -295,8 +299,8 @@ def back_pressure(group: Group, kind: Kind) -> None:
     window.close()
 
 
-def test_back_pressure_honours_the_deadline(ranks: Ranks, kind: Kind) -> None:
-    ranks.run(back_pressure, 1, kind)
+def test_back_pressure_honours_the_deadline(ranks: Ranks, lasting: Kind) -> None:
+    ranks.run(back_pressure, 1, lasting)
 
 
 def waits_by_many(group: Group, kind: Kind) -> None:
@@ -319,5 +323,5 @@ def waits_by_many(group: Group, kind: Kind) -> None:
     window.close()
 
 
-def test_many_threads_wait_for_one_work(ranks: Ranks, kind: Kind) -> None:
-    ranks.run(waits_by_many, 1, kind)
+def test_many_threads_wait_for_one_work(ranks: Ranks, lasting: Kind) -> None:
+    ranks.run(waits_by_many, 1, lasting)

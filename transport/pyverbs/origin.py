@@ -61,6 +61,7 @@ class Connection:
         self.generation = 0
         self.pair: QueuePair | None = None
         self.reaches: dict[tuple[int, bytes], Any] = {}  # what is attached
+        self.taken_away = False  # the peer has said that it has no queue pairs for this connection any more
         self.revoked: set[int] = set()
         self.using: int | None = None  # the memory of the operation under way
         self.word = np.zeros(1, np.uint64)  # where results of atomics and flushes land
@@ -136,6 +137,8 @@ class Connection:
                 self.revoked.add(message.memory_id)
                 if self.using != message.memory_id:
                     self.framed.send(wire.Revoked(message.memory_id))
+            elif isinstance(message, wire.Ended):
+                self.taken_away = True
             elif number in self.answers:
                 self.answers[number] = message
 
@@ -159,6 +162,7 @@ class Connection:
     def open_generation(self, until_s: float) -> None:
         """Agrees on new queue pairs. The peer takes the old ones away before it answers: nothing old lands any more."""
         self.generation += 1
+        self.taken_away = False
         pair = QueuePair(self.rail, DEPTH)
         try:
             opened = self.ask(wire.Open(self.generation, [pair.address(0, 0)]), wire.Opened, until_s)
@@ -271,6 +275,8 @@ class Connection:
                 raise HandleError(f"{what}: this handle describes more than the {reach.nbytes} bytes of the memory")
             if access & ~(there.access & reach.access):
                 raise RemoteAccessError(f"{what}: the memory of {self.peer} does not permit it")
+            if self.taken_away:
+                self.end_generation()
             if self.pair is None:
                 self.open_generation(until_s)
             with self.transport.changed:

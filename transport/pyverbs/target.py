@@ -4,6 +4,7 @@ import hmac
 import secrets
 import socket
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -114,7 +115,7 @@ class Incoming:
     def __init__(self, transport: "PyverbsTransport", sock: socket.socket) -> None:
         self.transport, self.framed, self.greeted = transport, wire.Framed(sock), False
         self.responders: list[QueuePair] = []
-        self.attached: set[int] = set()
+        self.attached: Counter[int] = Counter()  # how often it has opened each memory
 
     def hear(self) -> None:
         """Answers what has come."""
@@ -149,10 +150,13 @@ class Incoming:
                 raise StaleHandle("attach: this memory was closed")
             if not hmac.compare_digest(memory.key, message.key):
                 raise HandleError("attach: this handle's key does not fit the memory")
-            self.attached.add(message.memory_id)
+            self.attached[message.memory_id] += 1
             return memory.reach()
         if isinstance(message, wire.Detach | wire.Revoked):
-            self.attached.discard(message.memory_id)
+            if isinstance(message, wire.Revoked) or self.attached[message.memory_id] <= 1:
+                del self.attached[message.memory_id]
+            else:
+                self.attached[message.memory_id] -= 1
             return None
         raise Unsupported(f"unexpected message {type(message).__name__}")
 

@@ -121,8 +121,9 @@ class PyverbsTransport:
             if not self.changed.wait_for(lambda: not any(memory_id in p.attached for p in holders), timeout_s):
                 for peer in holders:
                     if memory_id in peer.attached:
-                        peer.attached.discard(memory_id)
+                        del peer.attached[memory_id]
                         peer.close_responders()
+                        self.tell(peer, wire.Ended(memory_id))
             self.memories.pop(memory_id, None)
 
     # ---- The thread that hears peers ---------------------------------------------------------------------------------

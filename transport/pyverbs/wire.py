@@ -187,7 +187,10 @@ Revoked = record("Revoked", "memory_id:Q")
 # In place of Welcome, Opened or Attached: which of ERRORS, and what it says.
 Failed = record("Failed", "error:B text:text")
 
-MESSAGES = [None, Hello, Welcome, Open, Opened, Attach, Attached, Detach, Revoke, Revoked, Failed]
+# The target has taken its queue pairs away, as a holder of this memory did not answer in time.
+Ended = record("Ended", "memory_id:Q")
+
+MESSAGES = [None, Hello, Welcome, Open, Opened, Attach, Attached, Detach, Revoke, Revoked, Failed, Ended]
 ERRORS: list[type[OnesidedError]] = [
     OnesidedError, ConnectionLost, errors.DeadlineExceeded, errors.RemoteAccessError, errors.BoundsError,
     errors.LayoutError, HandleError, errors.RegistrationError, errors.StaleHandle, errors.Unsupported,

@@ -1,0 +1,233 @@
+"""A deadline is a fence (case 32): the device holds everything, the deadline passes, the source is overwritten, the
+device goes on. Nothing of the new bytes may arrive then."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from fake_verbs import Device, FakeVerbs, Pair, connected, windows
+from harness import raises, same, wait_until
+
+from onesided import DeadlineExceeded
+
+MIB = 1 << 20
+OLD, NEW, LAST = 0x11, 0xEE, 0x22
+PASSES_S = 0.05
+
+SIZES = {"small": 8, "copied": 3000, "large": MIB}
+
+
+def usable_again(fake: FakeVerbs, pair: Pair) -> None:
+    """The next operations open the next generation, and all of them work."""
+    fake.release_all()
+    assert not (pair.array == NEW).any()
+    last = np.full(MIB, LAST, np.uint8)
+    connection, remote = pair.connection, pair.remote
+    connection.write(last, remote, signal=1, timeout_s=20)
+    connection.flush(remote, timeout_s=20)
+    same(pair.array, last)
+    assert pair.memory.signal_value(1) == 1
+    landing = np.zeros(MIB, np.uint8)
+    connection.read(landing, remote, timeout_s=20)
+    same(landing, last)
+    assert connection.fetch_add(remote, 0, 1) == int.from_bytes(bytes([LAST] * 8), "little")
+
+
+# ---- Synchronous -----------------------------------------------------------------------------------------------------
+
+SYNCHRONOUS: dict[str, Callable[[Pair, "np.ndarray", "np.ndarray"], object]] = {
+    "put": lambda pair, source, landing: pair.connection.write(source, pair.remote, timeout_s=PASSES_S),
+    "put with a signal": lambda pair, source, landing: pair.connection.write(
+        source, pair.remote, signal=0, timeout_s=PASSES_S
+    ),
+    "get": lambda pair, source, landing: pair.connection.read(landing, pair.remote, timeout_s=PASSES_S),
+    "flush": lambda pair, source, landing: pair.connection.flush(pair.remote, timeout_s=PASSES_S),
+    "fetch_add": lambda pair, source, landing: pair.connection.fetch_add(pair.remote, 0, 1, timeout_s=PASSES_S),
+    "compare_swap": lambda pair, source, landing: pair.connection.compare_swap(
+        pair.remote, 0, 0, 1, timeout_s=PASSES_S
+    ),
+    "close": lambda pair, source, landing: pair.connection.close(timeout_s=PASSES_S),
+    "close of the memory": lambda pair, source, landing: pair.memory.close(timeout_s=PASSES_S),
+}
+
+
+def synchronous(fake: FakeVerbs, use: str, nbytes: int) -> None:
+    for works_before in (False, True):
+        with connected(MIB) as pair:
+            source, landing = np.full(nbytes, OLD, np.uint8), np.zeros(nbytes, np.uint8)
+            fake.hold()
+            before = [pair.connection.write(source, pair.remote, async_op=True) for _ in range(3) if works_before]
+            if use == "flush":
+                pair.connection.write(b"to be flushed", pair.remote)
+            if use == "close of the memory":
+                # Its owner does not wait longer than that for who has it open, and nothing of theirs lands afterwards.
+                SYNCHRONOUS[use](pair, source, landing)
+                source[:] = NEW
+            elif use == "close" and not works_before:
+                SYNCHRONOUS[use](pair, source, landing)
+            elif nbytes <= 4096 and use.startswith("put"):
+                SYNCHRONOUS[use](pair, source, landing)  # it was copied: the source is free
+                source[:] = NEW
+                fake.release_all()
+                for work in before:
+                    work.wait(20)
+                continue
+            else:
+                with raises(DeadlineExceeded):
+                    SYNCHRONOUS[use](pair, source, landing)
+            source[:] = NEW
+            landing[:] = NEW
+            # When the owner closes, it takes its own queue pairs away; the other side hears of that in its own time.
+            assert use == "close of the memory" or fake.pending() == 0, "something is still posted"
+            fake.release_all()
+            assert not (pair.array == NEW).any()
+            assert (landing == NEW).all(), "something landed after the deadline"
+            assert pair.array.view(np.uint64)[0] in (0, int.from_bytes(bytes([OLD] * 8), "little"))
+            wait_until(lambda: all(work.done() for work in before), "what was under way is over")  # noqa: B023
+            if not use.startswith("close"):
+                usable_again(fake, pair)
+
+
+NO_DEADLINE = "the bindings of atomics pass no deadline on"
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("rails", [1, 2])
+@pytest.mark.parametrize("use", [use for use in SYNCHRONOUS if "_" not in use])
+def test_case_32_a_deadline_is_a_fence(alone, use: str, rails: int, size: str) -> None:
+    alone(synchronous, use, SIZES[size], devices=rails)
+
+
+@pytest.mark.parametrize("use", ["fetch_add", "compare_swap"])
+@pytest.mark.xfail(reason=NO_DEADLINE)
+def test_case_32_a_deadline_is_a_fence_for_atomics(alone, use: str) -> None:
+    alone(synchronous, use, 8, timeout_s=2)
+
+
+# ---- Asynchronous ----------------------------------------------------------------------------------------------------
+
+
+def asynchronous(fake: FakeVerbs, nbytes: int, how: str) -> None:
+    with windows(2, MIB) as (near, far):
+        source, landing = np.full(nbytes, OLD, np.uint8), np.zeros(nbytes, np.uint8)
+        fake.hold()
+        own = PASSES_S if how == "own deadline" else None
+        works = [
+            near.put(source, 1, async_op=True, timeout_s=own),
+            near.get(landing, 1, async_op=True, timeout_s=own),
+            near.put(source, 1, MIB - nbytes, async_op=True, timeout_s=own),
+            near.signal(1, 0, async_op=True, timeout_s=own) if nbytes < 100_000 else None,  # waits on two rails
+        ]
+        works = [work for work in works if work is not None]
+        assert not any(work.done() for work in works)
+        with raises(DeadlineExceeded):
+            if how == "flush":
+                near.flush(1, timeout_s=PASSES_S)
+            else:
+                works[0].wait(None if how == "own deadline" else PASSES_S)
+        for work in works:
+            assert work.done()
+            assert isinstance(work.exception(), DeadlineExceeded)
+        source[:] = NEW
+        landing[:] = NEW
+        assert fake.pending() == 0
+        fake.release_all()
+        assert not far.array.any()
+        assert (landing == NEW).all()
+        assert far.signal_value(0) == 0
+        near.put(np.full(MIB, LAST, np.uint8), 1, signal=0, timeout_s=20)
+        far.wait_signal(0, 1, timeout_s=20)
+        assert (far.array == LAST).all()
+
+
+@pytest.mark.parametrize("rails", [1, 2])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("how", ["wait", "own deadline", "flush"])
+def test_case_32_for_asynchronous_operations(alone, how: str, size: str, rails: int) -> None:
+    alone(asynchronous, SIZES[size], how, devices=rails)
+
+
+def done_passes(fake: FakeVerbs) -> None:
+    """done() ends a work whose own deadline has passed."""
+    with windows(2, MIB) as (near, far):
+        source = np.full(MIB, OLD, np.uint8)
+        fake.hold()
+        work = near.put(source, 1, async_op=True, timeout_s=PASSES_S)
+        while not work.done():
+            pass
+        source[:] = NEW
+        assert isinstance(work.exception(), DeadlineExceeded)
+        fake.release_all()
+        assert not far.array.any()
+
+
+def test_case_32_done_ends_what_is_late(alone) -> None:
+    alone(done_passes)
+
+
+# ---- In the middle ---------------------------------------------------------------------------------------------------
+
+
+def partly_posted(fake: FakeVerbs, use: str, how: str) -> None:
+    """An operation of more requests than the queue has room for, which the deadline meets between two of them."""
+    with connected(MIB, a={"depth": 16}) as pair:
+        source, landing = np.full(MIB, OLD, np.uint8), np.zeros(MIB, np.uint8)
+        fake.hold()
+        with raises(DeadlineExceeded):
+            if use == "put":
+                pair.connection.write(source, pair.remote, async_op=how == "async", timeout_s=PASSES_S)
+            else:
+                pair.connection.read(landing, pair.remote, async_op=how == "async", timeout_s=PASSES_S)
+        source[:] = NEW
+        landing[:] = NEW
+        fake.release_all()
+        assert not (pair.array == NEW).any(), "the source was read after the deadline"
+        assert (landing == NEW).all(), "something landed after the deadline"
+        usable_again(fake, pair)
+
+
+@pytest.mark.parametrize("how", ["sync", "async"])
+@pytest.mark.parametrize("use", ["put", "get"])
+def test_case_32_in_the_middle_of_posting(alone, use: str, how: str) -> None:
+    alone(partly_posted, use, how, devices=[Device("fake0", limits={"max_mr_size": 32 << 10})])
+
+
+def half_finished(fake: FakeVerbs, done: int) -> None:
+    """Some of the pieces have arrived when the deadline passes: they stay, and nothing else comes."""
+    with connected(MIB) as pair:
+        source = np.full(MIB, OLD, np.uint8)
+        fake.hold()
+        work = pair.connection.write(source, pair.remote, async_op=True)
+        assert fake.release(done) == done
+        with raises(DeadlineExceeded):
+            work.wait(PASSES_S)
+        source[:] = NEW
+        arrived = int(np.count_nonzero(pair.array == OLD))
+        assert 0 < arrived < MIB
+        usable_again(fake, pair)
+
+
+@pytest.mark.parametrize("done", [1, 5, 31])
+def test_case_32_for_half_finished_operations(alone, done: int) -> None:
+    alone(half_finished, done, devices=[Device("fake0", limits={"max_mr_size": 32 << 10})])
+
+
+def one_peer_only(fake: FakeVerbs) -> None:
+    """What is cancelled towards one peer leaves the others alone, though they share the device."""
+    with windows(3, MIB) as ranks:
+        near = ranks[0]
+        source = np.full(MIB, OLD, np.uint8)
+        fake.hold()
+        slow = near.put(source, 1, async_op=True)
+        fine = near.put(source, 2, async_op=True)
+        with raises(DeadlineExceeded):
+            slow.wait(PASSES_S)
+        assert not fine.done()
+        fake.release_all()
+        fine.wait(20)
+        assert (ranks[2].array == OLD).all()
+        assert not ranks[1].array.any()
+
+
+def test_a_deadline_of_one_peer_leaves_others_alone(alone) -> None:
+    alone(one_peer_only)
