@@ -372,14 +372,14 @@ class Window:
         True if signal `index` of this rank has reached `at_least`. Never blocks.
         """
 
-    def fetch_add(self, peer: int, offset_bytes: int, add: int) -> int:
+    def fetch_add(self, peer: int, offset_bytes: int, add: int, *, timeout_s: float | None = None) -> int:
         """
         Adds to the aligned 8-byte word at `offset_bytes` of rank `peer`, atomically against all other atomics on it.
 
         Returns what it held, in [0, 2**64). Unsupported on a window over a private tensor.
         """
 
-    def compare_swap(self, peer: int, offset_bytes: int, expected: int, desired: int) -> int:
+    def compare_swap(self, peer: int, offset_bytes: int, expected: int, desired: int, *, timeout_s: float | None = None) -> int:
         """
         Sets the aligned 8-byte word to `desired` if it holds `expected`; returns what it held, in [0, 2**64).
         """

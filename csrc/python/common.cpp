@@ -197,8 +197,11 @@ void Blocking::check_signals() {
 }
 
 PyMemory::~PyMemory() {
+  if (core != nullptr) {
+    ReleasedGil released;  // its end may have to wait for peers
+    core = nullptr;
+  }
   if (keep == nullptr) return;
-  core = nullptr;
   keep = nullptr;
   release_kept_objects();
 }

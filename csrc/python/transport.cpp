@@ -150,7 +150,9 @@ Thread-safe. Once lost it stays lost: make a new one.)")
             const Deadline deadline = to_deadline(timeout_s);
             const std::uint64_t offset = to_u64(offset_bytes, "offset_bytes"), value = to_word(add, "add");
             self.check("fetch_add", remote, offset, sizeof value);
-            return self.target(remote, deadline)->fetch_add(remote.offset + offset, value);
+            const auto target = self.target(remote, deadline);
+            BlockingIfItWaits<Target> blocking(target);
+            return target->fetch_add(remote.offset + offset, value, deadline);
           },
           nb::arg("remote").none(), nb::arg("offset_bytes").none(), nb::arg("add").none(), nb::kw_only(),
           nb::arg("timeout_s").none() = nb::none(),
@@ -166,7 +168,9 @@ Thread-safe. Once lost it stays lost: make a new one.)")
             const std::uint64_t offset = to_u64(offset_bytes, "offset_bytes");
             const std::uint64_t from = to_word(expected, "expected"), to = to_word(desired, "desired");
             self.check("compare_swap", remote, offset, sizeof from);
-            return self.target(remote, deadline)->compare_swap(remote.offset + offset, from, to);
+            const auto target = self.target(remote, deadline);
+            BlockingIfItWaits<Target> blocking(target);
+            return target->compare_swap(remote.offset + offset, from, to, deadline);
           },
           nb::arg("remote").none(), nb::arg("offset_bytes").none(), nb::arg("expected").none(),
           nb::arg("desired").none(), nb::kw_only(), nb::arg("timeout_s").none() = nb::none(),

@@ -161,26 +161,38 @@ DeadlineExceeded, ConnectionLost, StaleHandle if the window is closed meanwhile,
           "True if signal `index` of this rank has reached `at_least`. Never blocks.")
       .def(
           "fetch_add",
-          [](PyWindow& self, nb::handle peer, nb::handle offset_bytes, nb::handle add) {
+          [](PyWindow& self, nb::handle peer, nb::handle offset_bytes, nb::handle add, nb::handle timeout_s) {
             const std::int64_t rank = to_rank(peer);
             const std::uint64_t offset = to_u64(offset_bytes, "offset_bytes"), value = to_word(add, "add");
-            return self.open("fetch_add")->target("fetch_add", rank).fetch_add(offset, value);
+            const Deadline deadline = to_deadline(timeout_s);
+            const auto& window = self.open("fetch_add");
+            BlockingIfItWaits<Window> blocking(window);
+            return window->target("fetch_add", rank).fetch_add(offset, value, deadline);
           },
-          nb::arg("peer").none(), nb::arg("offset_bytes").none(), nb::arg("add").none(),
-          nb::sig("def fetch_add(self, peer: int, offset_bytes: int, add: int) -> int"),
+          nb::arg("peer").none(), nb::arg("offset_bytes").none(), nb::arg("add").none(), nb::kw_only(),
+          nb::arg("timeout_s").none() = nb::none(),
+          nb::sig(
+              "def fetch_add(self, peer: int, offset_bytes: int, add: int, *, timeout_s: float | None = None) -> int"),
           R"(Adds to the aligned 8-byte word at `offset_bytes` of rank `peer`, atomically against all other atomics on it.
 
 Returns what it held, in [0, 2**64). Unsupported on a window over a private tensor.)")
       .def(
           "compare_swap",
-          [](PyWindow& self, nb::handle peer, nb::handle offset_bytes, nb::handle expected, nb::handle desired) {
+          [](PyWindow& self, nb::handle peer, nb::handle offset_bytes, nb::handle expected, nb::handle desired,
+             nb::handle timeout_s) {
             const std::int64_t rank = to_rank(peer);
             const std::uint64_t offset = to_u64(offset_bytes, "offset_bytes");
             const std::uint64_t from = to_word(expected, "expected"), to = to_word(desired, "desired");
-            return self.open("compare_swap")->target("compare_swap", rank).compare_swap(offset, from, to);
+            const Deadline deadline = to_deadline(timeout_s);
+            const auto& window = self.open("compare_swap");
+            BlockingIfItWaits<Window> blocking(window);
+            return window->target("compare_swap", rank).compare_swap(offset, from, to, deadline);
           },
           nb::arg("peer").none(), nb::arg("offset_bytes").none(), nb::arg("expected").none(), nb::arg("desired").none(),
-          nb::sig("def compare_swap(self, peer: int, offset_bytes: int, expected: int, desired: int) -> int"),
+          nb::kw_only(), nb::arg("timeout_s").none() = nb::none(),
+          nb::sig(
+              "def compare_swap(self, peer: int, offset_bytes: int, expected: int, desired: int, *, timeout_s: float "
+              "| None = None) -> int"),
           "Sets the aligned 8-byte word to `desired` if it holds `expected`; returns what it held, in [0, 2**64).")
       .def(
           "flush",

@@ -214,6 +214,8 @@ void Channel::make(Lane& lane) {
   if (api().query_port(device.context(), lane.plan.rail.port.number, &port) == 0 && port.max_msg_sz != 0) {
     longest_message_ = std::min(longest_message_, port.max_msg_sz);
   }
+  lane.made_pair = lane.pair;
+  lane.made_queue = lane.queue;
   lane.address = address_of(lane.pair, device, lane.plan.rail, tuning_);
   to_init(lane.pair, lane.plan.rail, 0);
 }
@@ -713,11 +715,11 @@ Error Channel::error_for(const char* what, const Ticket& first, const Ticket& la
 }
 
 bool Channel::uses(const ibv_qp* pair) const {
-  return std::any_of(lanes_.begin(), lanes_.end(), [&](const auto& lane) { return lane->pair == pair; });
+  return std::any_of(lanes_.begin(), lanes_.end(), [&](const auto& lane) { return lane->made_pair == pair; });
 }
 
 bool Channel::uses(const ibv_cq* queue) const {
-  return std::any_of(lanes_.begin(), lanes_.end(), [&](const auto& lane) { return lane->queue == queue; });
+  return std::any_of(lanes_.begin(), lanes_.end(), [&](const auto& lane) { return lane->made_queue == queue; });
 }
 
 bool Channel::uses(const ibv_context* context, int port) const {

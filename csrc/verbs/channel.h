@@ -239,6 +239,8 @@ class Channel {
     ibv_cq* queue = nullptr;
     ibv_comp_channel* events = nullptr;
     ibv_qp* pair = nullptr;
+    const ibv_qp* made_pair = nullptr;  // the same, also after they are gone: for asking which they were
+    const ibv_cq* made_queue = nullptr;
     QueueAddress address;
     unsigned inline_nbytes = 0;
     std::uint64_t posted = 0;  // with post_lock_
@@ -346,19 +348,15 @@ bool Channel::await(const Ticket& ticket, const Deadline& deadline, Watch&& watc
     if (deadline.passed()) return false;
     const auto nap = deadline.left(kNap);
     if (std::unique_lock sleeper(sleep_mutex_, std::try_to_lock); sleeper) {
-      // Armed first, then looked at: what comes between is not missed.
+      // Armed first, then looked at: what comes between is not missed. An error is only seen here: end() takes this mutex, so
+      // that it is for the next look.
       arm();
-      if (look()) {
-        sleeper.unlock();
-        progressed_.fetch_add(1);
-        progress_.notify();  // another waiter takes over
-        return true;
-      }
-      if (sleep(nap)) take_events();
+      poll();
+      if (!over() && !failed_.load(std::memory_order_acquire) && sleep(nap)) take_events();
       poll();
       sleeper.unlock();
       progressed_.fetch_add(1);
-      progress_.notify();
+      progress_.notify();  // another waiter takes over
     } else {
       const std::uint64_t seen = progressed_.load();
       progress_.await([&] { return over() || progressed_.load() != seen; }, Deadline::never().at_most(nap),

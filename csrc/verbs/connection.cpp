@@ -233,6 +233,7 @@ const std::shared_ptr<Channel>& RdmaConnection::reopen(const Deadline& deadline)
       check_open();
     }
   }
+  unreachable_.clear();  // what was down then may be up now
   auto channel = make_channel(deadline);
   opened_at_ = Deadline::Clock::now();
   std::lock_guard lock(channels_mutex_);

@@ -206,7 +206,10 @@ template <class Operation>
     return result;
   } catch (const Error& error) {
     counters().add(Count::Errors);
-    if (const Channel* const used = used_.load(); used != nullptr && used->ended()) told(*used);
+    if (Channel* const used = used_.load(); used != nullptr) {
+      used->end_if_failed();  // a part of the operation may be under way, and its buffer goes back to the caller
+      if (used->ended()) told(*used);
+    }
     throw seen_from_here(error);
   }
 }
@@ -438,7 +441,9 @@ std::shared_ptr<Work> RdmaTarget::write_any(const void* source, std::uint64_t nb
         return nullptr;
       }
       track(channel, 0, ticket[0]);
-      return how.async ? later("put", channel, ticket, ticket, how, nullptr) : nullptr;
+      Ticket first = ticket;
+      if (signal && nbytes != 0) --first[0];
+      return how.async ? later("put", channel, first, ticket, how, nullptr) : nullptr;
     }
 
     const char* const from = static_cast<const char*>(source);
@@ -454,7 +459,7 @@ std::shared_ptr<Work> RdmaTarget::write_any(const void* source, std::uint64_t nb
     const Local& local = *found;
     // An asynchronous signal stays behind its bytes only on one queue pair; nobody is there to send it later.
     const bool one_lane = signal && (how.async || channel.lanes() == 1);
-    const auto [first, last] = in_parts(
+    auto [first, last] = in_parts(
         channel, nbytes, one_lane, [&](std::size_t lane, std::uint64_t at, std::uint64_t end, std::uint64_t& number) {
           const std::uint64_t part = std::min({end - at, to_end_of_piece(offset + at), local.to_end_of_piece(from + at),
                                                std::uint64_t{channel.longest_message()}});
@@ -465,6 +470,7 @@ std::shared_ptr<Work> RdmaTarget::write_any(const void* source, std::uint64_t nb
                                  how.deadline);
           return part;
         });
+    if (one_lane && first == last) --first[0];  // the number is that of the signal, with the bytes right before it
     if (how.async) return later("put", channel, first, last, how, local.hold());
     await("put", channel, first, last, how.deadline);
     if (signal && !one_lane) track(channel, 0, channel.signal(0, then, false, how.deadline));
@@ -616,7 +622,7 @@ void RdmaTarget::flush(const Deadline& deadline) {
       flushed[lane] = tagged;
       any = true;
     }
-    if (any) await("flush", *channel, ticket, ticket, deadline);
+    if (any) await("flush", *channel, Ticket{}, ticket, deadline);
     for (std::size_t lane = 0; lane < channel->lanes(); ++lane) {
       if (flushed[lane] != 0) flushed_[lane].store(flushed[lane]);
     }

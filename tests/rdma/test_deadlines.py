@@ -88,9 +88,6 @@ def synchronous(fake: FakeVerbs, use: str, nbytes: int) -> None:
                 usable_again(fake, pair)
 
 
-NO_DEADLINE = "the bindings of atomics pass no deadline on"
-
-
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("rails", [1, 2])
 @pytest.mark.parametrize("use", [use for use in SYNCHRONOUS if "_" not in use])
@@ -99,7 +96,6 @@ def test_case_32_a_deadline_is_a_fence(alone, use: str, rails: int, size: str) -
 
 
 @pytest.mark.parametrize("use", ["fetch_add", "compare_swap"])
-@pytest.mark.xfail(reason=NO_DEADLINE)
 def test_case_32_a_deadline_is_a_fence_for_atomics(alone, use: str) -> None:
     alone(synchronous, use, 8, timeout_s=2)
 

@@ -99,7 +99,6 @@ def flush_tells(fake: FakeVerbs) -> None:
             pair.connection.flush(pair.remote)
 
 
-@pytest.mark.xfail(reason="the flush says that it was itself flushed because another operation had failed")
 def test_a_flush_raises_what_a_small_put_has_met(alone) -> None:
     alone(flush_tells, devices=1)
 
@@ -254,7 +253,6 @@ def comes_back(fake: FakeVerbs) -> None:
         assert fake.traffic("fake1", "written") > before
 
 
-@pytest.mark.xfail(reason="a pair of rails that once did not reach each other is never tried again by that connection")
 def test_a_rail_that_came_back_is_used_again(alone) -> None:
     alone(comes_back, devices=2)
 
@@ -306,7 +304,6 @@ def refused(fake: FakeVerbs, nth: int) -> None:
         assert pair.memory.signal_value(1) == 1
 
 
-@pytest.mark.xfail(reason="it does not end the generation: the next operation is told of it once more")
 @pytest.mark.parametrize("nth", [1, 2, 3, 4])
 def test_a_request_that_is_refused(alone, nth: int) -> None:
     alone(refused, nth, devices=1)
@@ -325,7 +322,6 @@ def second_refused(fake: FakeVerbs) -> None:
         assert not (pair.array == 9).any()
 
 
-@pytest.mark.xfail(reason="the channel goes on until the next operation, with the first of the two under way")
 def test_a_request_that_is_refused_behind_another(alone) -> None:
     alone(second_refused, devices=1)
 
@@ -344,7 +340,6 @@ def own_cause(fake: FakeVerbs, nbytes: int) -> None:
             pair.connection.write(b"", pair.remote, signal=1, timeout_s=20)
 
 
-@pytest.mark.xfail(reason="of two requests only the second counts as the operation's own")
 @pytest.mark.parametrize("nbytes", [8, MIB])
 def test_a_put_with_a_signal_has_its_own_cause(alone, nbytes: int) -> None:
     alone(own_cause, nbytes, devices=1)

@@ -139,9 +139,6 @@ def memory_dropped(fake: FakeVerbs) -> None:
     b.close()
 
 
-@pytest.mark.xfail(
-    reason="the end of a Memory's object waits for its peers under the GIL, 1 s, and takes their queue pairs then"
-)
 def test_a_memory_that_is_dropped_ends_after_its_operations(alone) -> None:
     alone(memory_dropped, devices=1)
 

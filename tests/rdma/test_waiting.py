@@ -60,11 +60,10 @@ USES: dict[str, tuple[bool, Callable[[Stage], object]]] = {
     "connect": (False, lambda s: s.pair.a.connect(s.pair.b.bind(), timeout_s=None)),
 }
 # Their Ctrl-C ends the wait and not the operations: each has its Work, or has left its source behind.
-GO_ON = ("work.wait", "close", "close of the owner", "connect") + tuple(use for use in USES if "back-pressure" in use)
+GO_ON = ["work.wait", "close", "close of the owner", "connect", *(use for use in USES if "back-pressure" in use)]
 
 # Why these are expected to fail for now.
 ATOMICS = ("fetch_add", "compare_swap")
-HOLD_THE_GIL = "the bindings of atomics wait under the GIL, hear no signals, and pass no deadline on"
 
 
 def interrupted(fake: FakeVerbs, use: Callable[[], object]) -> float:
@@ -124,9 +123,7 @@ def after_interrupt(use: str, stage: Stage) -> None:
     stage.near.flush(timeout_s=20)
 
 
-@pytest.mark.parametrize(
-    "use", [pytest.param(use, marks=pytest.mark.xfail(reason=HOLD_THE_GIL) if use in ATOMICS else ()) for use in USES]
-)
+@pytest.mark.parametrize("use", USES)
 def test_ctrl_c_ends_every_wait_for_a_device(alone, use: str, capsys) -> None:
     process = alone.begin(ctrl_c, use)
     assert process.said(3) == "blocking"
@@ -183,7 +180,6 @@ def test_case_30_other_threads_run_while_a_device_is_waited_for(alone) -> None:
 
 
 @pytest.mark.parametrize("use", ATOMICS)
-@pytest.mark.xfail(reason=HOLD_THE_GIL)
 def test_case_30_other_threads_run_while_an_atomic_is_waited_for(alone, use: str) -> None:
     alone(others_run, [use], timeout_s=2)
 

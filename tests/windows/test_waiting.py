@@ -54,7 +54,7 @@ def test_two_seconds_of_waiting_use_no_cpu(processes: Processes, kind: Kind, cap
         print(f"[CPU in 2 s: waiting {1000 * waiting_s:.1f} ms, idle {1000 * idle_s:.1f} ms] ", end="")
     assert waited_s >= 2
     assert idled_s >= 1.9
-    # Where a device writes the signals, a waiter looks now and then, a few hundred times in all. The kernel of the tests
+    # Where a device writes the signals, a waiter looks now and then, a few hundred times. The kernel of the tests
     # charges whole ticks of 10 ms for that, to whoever it meets.
     assert waiting_s < (0.050 if kind.name == "shm" else 0.500)
     assert idle_s < 0.050
