@@ -185,10 +185,6 @@ def fence(group: Group, kind: Kind, private: bool, how: str) -> None:
 def test_case_32_a_deadline_is_a_fence(
     processes: Processes, lasting: Kind, how: str, private: bool, stopped: bool
 ) -> None:
-    if kind.name == "rdma" and how != "sync":
-        pytest.skip(
-            "Soft-RoCE on one processor moves bytes while they are posted; tests/rdma has this on a fake device"
-        )
     team = processes.start(fence, 2, lasting, private, how)
     team[1].said()
     if stopped:
