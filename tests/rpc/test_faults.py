@@ -162,7 +162,9 @@ def test_a_stopped_server_loses_nobody(spawn) -> None:
         thread.start()
         group.barrier()
         thread.join(30)
-        assert "rank 0 gave up" in str(failed[0])
+        # If rank 0's question was still in the server's socket when rank 1 came, the two of them met after all.
+        assert not failed or "rank 0 gave up" in str(failed[0])
+        assert not thread.is_alive()
         assert group.lost_ranks() == frozenset()
         assert [entry.name for entry in group.directory.list()] == ["n"]
         groups[0].leave()
