@@ -592,6 +592,8 @@ def closing_during_puts(group: Group, kind: Kind) -> None:
 
 
 def test_a_window_closed_by_another_thread(ranks: Ranks, kind: Kind) -> None:
+    if kind.name == "rdma":
+        pytest.xfail("open: a rank was once aborted by malloc here on Soft-RoCE under User-Mode Linux, cause unknown")
     ranks.run(closing_during_puts, 2, kind)
 
 
