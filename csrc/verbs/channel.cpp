@@ -292,7 +292,7 @@ void Channel::wait_for_room(Lane& lane, unsigned requests, const Deadline& deadl
     bool in_time;
     {
       const PostLock::Aside aside(post_lock_);
-      in_time = await(ticket, deadline, [] {});
+      in_time = await(ticket, deadline);
     }
     if (ended()) fail_ended("post");
     if (!in_time) {
@@ -432,7 +432,7 @@ std::uint64_t Channel::write_from_ring(std::size_t index, const void* source, st
       post(used, &nothing, &nothing, 1, 0, true);
     }
     lock.unlock();
-    const bool in_time = await(before, deadline, [] {});
+    const bool in_time = await(before, deadline);
     lock.lock();
     if (ended()) fail_ended("put");
     if (!in_time) fail(ErrorKind::DeadlineExceeded, "put to ", peer_, ": the deadline passed before there was room");
@@ -555,6 +555,47 @@ Channel::Slot::~Slot() {
 
 // ---- Completion -----------------------------------------------------------------------------------------------------
 
+bool Channel::await(const Ticket& ticket, const Deadline& deadline) {
+  const auto over = [&] { return complete(ticket) || ended(); };
+  const auto look = [&] {
+    if (complete(ticket)) return true;
+    poll();
+    end_if_failed();
+    return over();
+  };
+  if (look()) return true;
+  BlockingHook::before_waiting();
+  const auto begin = Deadline::Clock::now();
+  const auto until = begin + deadline.left(useful_spin(kSpin));
+  while (Deadline::Clock::now() < until) {
+    for (int round = 0; round < 8; ++round) {
+      if (look()) return true;
+      pause_cpu();
+    }
+  }
+  for (;;) {
+    if (look()) return true;
+    if (deadline.passed()) return false;
+    const auto nap = deadline.left(kNap);
+    if (std::unique_lock sleeper(sleep_mutex_, std::try_to_lock); sleeper) {
+      // Armed first, then looked at: what comes between is not missed. An error is only seen here: end() takes this mutex, so
+      // that it is for the next look.
+      arm();
+      poll();
+      if (!over() && !failed_.load(std::memory_order_acquire) && sleep(nap)) take_events();
+      poll();
+      sleeper.unlock();
+      progressed_.fetch_add(1);
+      progress_.notify();  // another waiter takes over
+    } else {
+      const std::uint64_t seen = progressed_.load();
+      progress_.await([&] { return over() || progressed_.load() != seen; }, Deadline::never().at_most(nap),
+                      std::chrono::nanoseconds(0));
+    }
+    check_interrupt();
+  }
+}
+
 bool Channel::poll() {
   std::unique_lock lock(poll_mutex_, std::try_to_lock);
   if (!lock) return false;
@@ -589,7 +630,7 @@ bool Channel::poll_lane(std::size_t index) {
       on_error(index, completions[i]);
     }
   }
-  if (last != 0 && !failed_.load(std::memory_order_relaxed)) lane.completed.store(last, std::memory_order_seq_cst);
+  if (last != 0 && !lane.flushing) lane.completed.store(last, std::memory_order_seq_cst);
   return count > 0;
 }
 
@@ -752,12 +793,6 @@ void Channel::let_go(std::vector<Kept>& over) {
     kept = kept_.erase(kept);
     kept_count_.fetch_sub(1);
   }
-}
-
-bool Channel::idle() const {
-  std::lock_guard lock(post_lock_);
-  return std::all_of(lanes_.begin(), lanes_.end(),
-                     [](const auto& lane) { return lane->posted == lane->completed.load(); });
 }
 
 }  // namespace onesided::verbs

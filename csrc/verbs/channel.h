@@ -59,7 +59,6 @@ class Responder {
   Responder& operator=(const Responder&) = delete;
   QueueAddress address() const { return address_; }
   void accept(const QueueAddress& peer);
-  std::uint32_t number() const { return address_.number; }
 
  private:
   const std::shared_ptr<Device> device_;
@@ -206,10 +205,8 @@ class Channel {
   void end_if_failed() {
     if (failed_.load(std::memory_order_acquire) && !ended()) end(kind_, cause());
   }
-  // Waits until the ticket is complete or the channel has ended; false at the deadline. `watch` may throw: it is asked now
-  // and then whether the peer is still there.
-  template <class Watch>
-  bool await(const Ticket& ticket, const Deadline& deadline, Watch&& watch);
+  // Waits until the ticket is complete or the channel has ended (as it does when the peer is lost); false at the deadline.
+  bool await(const Ticket& ticket, const Deadline& deadline);
 
   // Where the error was that ended the channel, if a completion told of it.
   std::optional<std::size_t> failed_lane() const {
@@ -231,7 +228,6 @@ class Channel {
 
   // Holds `keep` until the ticket is complete or the channel has ended.
   void keep_until(const Ticket& ticket, Keepalive keep, std::shared_ptr<void> registration);
-  bool idle() const;
 
  private:
   struct Lane {
@@ -322,49 +318,6 @@ class Channel {
   std::deque<Kept> kept_;
   std::atomic<std::size_t> kept_count_{0};
 };
-
-template <class Watch>
-bool Channel::await(const Ticket& ticket, const Deadline& deadline, Watch&& watch) {
-  const auto over = [&] { return complete(ticket) || ended(); };
-  const auto look = [&] {
-    if (complete(ticket)) return true;
-    poll();
-    end_if_failed();
-    return over();
-  };
-  if (look()) return true;
-  BlockingHook::before_waiting();
-  const auto begin = Deadline::Clock::now();
-  const auto until = begin + deadline.left(useful_spin(kSpin));
-  while (Deadline::Clock::now() < until) {
-    for (int round = 0; round < 8; ++round) {
-      if (look()) return true;
-      pause_cpu();
-    }
-  }
-  for (;;) {
-    watch();
-    if (look()) return true;
-    if (deadline.passed()) return false;
-    const auto nap = deadline.left(kNap);
-    if (std::unique_lock sleeper(sleep_mutex_, std::try_to_lock); sleeper) {
-      // Armed first, then looked at: what comes between is not missed. An error is only seen here: end() takes this mutex, so
-      // that it is for the next look.
-      arm();
-      poll();
-      if (!over() && !failed_.load(std::memory_order_acquire) && sleep(nap)) take_events();
-      poll();
-      sleeper.unlock();
-      progressed_.fetch_add(1);
-      progress_.notify();  // another waiter takes over
-    } else {
-      const std::uint64_t seen = progressed_.load();
-      progress_.await([&] { return over() || progressed_.load() != seen; }, Deadline::never().at_most(nap),
-                      std::chrono::nanoseconds(0));
-    }
-    check_interrupt();
-  }
-}
 
 }  // namespace onesided::verbs
 #endif

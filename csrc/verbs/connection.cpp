@@ -130,6 +130,25 @@ void RdmaConnection::hear(const Message& message) {
   answered_.notify();
 }
 
+// A generation that ended in the middle of something may have bytes on their way. Before the peer hears that nothing of this
+// process uses a memory any more, it has to end the old queue pairs: by the opening of the next generation, which another
+// thread may be at, or by an opening of none. False if that thread is not through by the deadline.
+bool RdmaConnection::retire_ended(const Deadline& deadline) {
+  const std::shared_ptr<Channel>* const present = present_.load(std::memory_order_acquire);
+  if (present == nullptr || !(*present)->ended() || peer_->lost() || retired_.load() == present->get()) return true;
+  if (!opened_.await([this] { return !opening_.exchange(true); }, deadline)) return false;
+  // Only the thread that opens changes it: either it is the same, or its end was told with the opening of the next.
+  if (present_.load() == present) {
+    Message open;
+    open.say = Say::Open;
+    socket_->send(open.to_bytes());
+    retired_.store(present->get());
+  }
+  opening_.store(false);
+  opened_.notify();
+  return true;
+}
+
 bool RdmaConnection::finish_revocations() {
   std::vector<Revocation> pending;
   {
@@ -137,21 +156,12 @@ bool RdmaConnection::finish_revocations() {
     pending.swap(revocations_);
   }
   if (pending.empty()) return false;
-  // A generation that ended in the middle of something: what it still has on its way must not land after the answer. Either
-  // the next generation is being opened, which ends the old one at the peer first, or the peer is told to do that alone.
-  const std::shared_ptr<Channel>* const present = present_.load(std::memory_order_acquire);
-  const bool ended = present != nullptr && (*present)->ended() && !peer_->lost();
-  if (ended && opening_.exchange(true)) {
+  if (!retire_ended(Deadline::after(0))) {
     std::lock_guard lock(mutex_);
     std::move(pending.begin(), pending.end(), std::back_inserter(revocations_));
     return true;
   }
   std::vector<Revocation> left;
-  if (ended) {
-    Message open;
-    open.say = Say::Open;
-    socket_->send(open.to_bytes());
-  }
   for (Revocation& revocation : pending) {
     const bool quiet = std::all_of(revocation.targets.begin(), revocation.targets.end(),
                                    [](const auto& target) { return target->quiet(); });
@@ -163,10 +173,6 @@ bool RdmaConnection::finish_revocations() {
     revoked.say = Say::Revoked;
     revoked.id = revocation.memory_id;
     socket_->send(revoked.to_bytes());
-  }
-  if (ended) {
-    opening_.store(false);
-    opened_.notify();
   }
   const bool unfinished = !left.empty();
   std::lock_guard lock(mutex_);
@@ -293,7 +299,7 @@ std::shared_ptr<Channel> RdmaConnection::make_channel(const Deadline& deadline) 
     // Whether the rails of a pair are on one network at all shows only when something is sent: nothing, with an answer.
     Ticket ticket{};
     for (std::size_t lane = 0; lane < plans.size(); ++lane) ticket[lane] = channel->probe(lane, deadline);
-    if (!channel->await(ticket, deadline, [] {})) {
+    if (!channel->await(ticket, deadline)) {
       fail(ErrorKind::DeadlineExceeded, "connect: the device of ", peer_->name(), " does not answer in time");
     }
     if (channel->complete(ticket)) {
@@ -388,6 +394,8 @@ std::shared_ptr<RdmaTarget> RdmaConnection::open_memory(const RemoteMemory& remo
 }
 
 void RdmaConnection::give_back(std::uint64_t memory_id) {
+  // If the peer cannot be told first, it is not told at all: it will take the queue pairs when it closes the memory.
+  if (!retire_ended(Deadline::after(1))) return;
   Message detach;
   detach.say = Say::Detach;
   detach.id = memory_id;

@@ -57,6 +57,7 @@ class RdmaConnection final : public Connection, public std::enable_shared_from_t
   RdmaConnection(std::shared_ptr<Hub> hub, const Endpoint& peer, const std::string& name, Fd socket);
 
   const std::shared_ptr<Channel>& reopen(const Deadline& deadline);
+  bool retire_ended(const Deadline& deadline);
   std::shared_ptr<Channel> make_channel(const Deadline& deadline);
   std::vector<Channel::LanePlan> plan_lanes() const;
   std::vector<QueueAddress> ask_open(std::uint32_t generation, const Channel* channel, const Deadline& deadline);
@@ -79,6 +80,7 @@ class RdmaConnection final : public Connection, public std::enable_shared_from_t
   mutable std::mutex channels_mutex_;
   std::deque<std::shared_ptr<Channel>> channels_;  // every generation; an ended one is small. References stay good.
   std::atomic<bool> opening_{false};
+  std::atomic<const Channel*> retired_{nullptr};  // the peer was told of its end
   Event opened_;
   std::uint32_t generation_ = 0;
   std::set<std::pair<std::size_t, std::size_t>> unreachable_;  // pairs of rails, here and there; with opening_

@@ -379,7 +379,6 @@ std::optional<Message> Hub::answer(Incoming& peer, const Message& message) {
         if (bound->second.secret != message.token) fail(ErrorKind::Handle, "connect: this endpoint's secret is wrong");
         if (!bound->second.shared) bound_.erase(bound);
         peer.greeted = true;
-        peer.pid = message.pid;
         reply.say = Say::Welcome;
         for (const Rail& rail : rails_) {
           reply.rails.push_back({rail.gid.value, rail.port.lid, static_cast<std::uint8_t>(rail.port.active_mtu)});

@@ -70,7 +70,6 @@ class Hub : public std::enable_shared_from_this<Hub> {
 
   struct Incoming {
     std::unique_ptr<net::FramedSocket> socket;
-    std::uint32_t pid = 0;
     bool greeted = false;
     std::vector<std::unique_ptr<Responder>> responders;
     std::map<std::uint64_t, unsigned> attached;  // how often it has opened each memory

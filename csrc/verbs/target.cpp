@@ -37,7 +37,7 @@ class RdmaWork final : public Work {
 
   void wait(const Deadline& deadline) override {
     const Deadline until = deadline.sooner(deadline_);
-    if (!over() && !channel_.await(last_, until, [] {})) cancel();
+    if (!over() && !channel_.await(last_, until)) cancel();
     if (channel_.complete(last_)) return;
     target_->told(channel_);
     throw target_->explain(channel_, operation_, first_, last_);
@@ -300,7 +300,7 @@ void RdmaTarget::await(const char* operation, Channel& channel, const Ticket& fi
                        const Deadline& deadline) {
   bool in_time = false;
   try {
-    in_time = channel.await(last, deadline, [] {});
+    in_time = channel.await(last, deadline);
   } catch (...) {
     // Ctrl-C. The caller is about to have its buffer back.
     channel.end(ErrorKind::ConnectionLost, "an operation was interrupted, and all that was under way was cancelled");
@@ -658,7 +658,7 @@ bool RdmaTarget::settle(const Deadline& deadline) {
     Channel* const channel = used_.load(std::memory_order_acquire);
     // Looked at every millisecond: operations of other threads end without telling.
     if (channel != nullptr && !channel->ended()) {
-      channel->await(tracked(*channel), deadline.at_most(std::chrono::milliseconds(1)), [] {});
+      channel->await(tracked(*channel), deadline.at_most(std::chrono::milliseconds(1)));
     }
     if (under_way_.load() != 0) {
       Event never;

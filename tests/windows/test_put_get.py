@@ -591,9 +591,15 @@ def closing_during_puts(group: Group, kind: Kind) -> None:
         group.barrier()
 
 
-def test_a_window_closed_by_another_thread(ranks: Ranks, kind: Kind) -> None:
+def test_a_window_closed_by_another_thread(ranks: Ranks, kind: Kind, request: pytest.FixtureRequest) -> None:
     if kind.name == "rdma":
-        pytest.xfail("open: a rank was once aborted by malloc here on Soft-RoCE under User-Mode Linux, cause unknown")
+        if isinstance(ranks, Threads):
+            pytest.skip(
+                "open fault: malloc has aborted a rank here on Soft-RoCE, and a rank of threads is this process"
+            )
+        request.applymarker(
+            pytest.mark.xfail(strict=False, reason="open fault: malloc has aborted a rank here on Soft-RoCE")
+        )
     ranks.run(closing_during_puts, 2, kind)
 
 
