@@ -75,8 +75,9 @@ void register_window(nb::module_& m) {
 `signal`, adds `add` to that signal of `peer` when this and every earlier put from here to `peer` on this window is visible
 there. Puts to one peer are otherwise unordered until flush().
 
-The returned Work may be done already; without `async_op`, on shm, it always is. Until it is done the source must not be
-changed. An asynchronous one runs beside the caller, in issue order per peer.
+Without `async_op` the source is free when this returns. On shm the bytes are then there, too; on rdma a put of up to 4 KiB
+may still be on its way: flush() or a signal makes it visible. With `async_op`, the source must not be changed until the
+returned Work is done, which means complete at both ends. An asynchronous one runs beside the caller, in issue order per peer.
 
 Raises BoundsError, LayoutError, RemoteAccessError (the window is read-only), StaleHandle (closed here or at the peer),
 ConnectionLost, DeadlineExceeded; the source is not read after that. After an error the target's bytes in the range of this
