@@ -11,6 +11,7 @@
 them loads them.
 """
 
+import os
 from typing import TYPE_CHECKING
 
 from .catalog import Entry, Event
@@ -20,6 +21,10 @@ from .local import run_local
 
 if TYPE_CHECKING:
     from .server import Server
+
+# gRPC writes to stderr what it finds worth knowing, as that a server it was connected to has ended. What of that matters,
+# our errors and our log tell; only its errors are let through, unless the user asks for more. It reads this when loaded.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 __all__ = ["Directory", "Entry", "Event", "Group", "Server", "Watch", "run_local"]
 

@@ -7,9 +7,11 @@ restarted: the client puts back its membership with the last collectives, and it
 sent again.
 """
 
+import contextlib
 import itertools
 import logging
 import os
+import queue
 import socket
 import threading
 import time
@@ -26,7 +28,7 @@ from . import limits
 from .catalog import Entry, Event
 from .directory import Mailbox
 from .membership import Forgotten
-from .process import ForkGuard, claim_grpc, close_at_exit, forget
+from .process import Flag, ForkGuard, claim_grpc, close_at_exit, forget, soon, undisturbed
 from .status import RETRY, from_status, is_ours
 from .v1 import control_pb2 as pb
 from .v1 import control_pb2_grpc as pb_grpc
@@ -73,6 +75,43 @@ class _Published:
     lease_s: float
 
 
+class _Answer:
+    """The answer to a request, which is sent when this is made. For one thread."""
+
+    def __init__(self, method: Any, request: Any, timeout_s: float, wait_for_ready: bool = True) -> None:
+        self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._future: Any = None
+        self._ended = False
+
+        def send() -> None:
+            self._future = method.future(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
+            self._future.add_done_callback(self._done.put)
+
+        try:
+            undisturbed(send)
+        except BaseException:
+            self.cancel()
+            raise
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it comes within `timeout_s`."""
+        with contextlib.suppress(queue.Empty):
+            self._done.get(timeout=min(timeout_s, threading.TIMEOUT_MAX))
+            self._ended = True
+        return self._ended
+
+    def get(self) -> Any:
+        """Waits for it, and returns it or raises grpc.RpcError."""
+        if not self._ended:
+            self._done.get()
+            self._ended = True
+        return undisturbed(self._future.result)
+
+    def cancel(self) -> None:
+        """Nobody waits for it any longer."""
+        soon(lambda: self._future is None or self._future.cancel())
+
+
 class _Unanswered(Exception):
     """The deadline has passed, and no server is there that could still answer."""
 
@@ -103,8 +142,8 @@ class Client:
         self._doubtful: set[str] = set()  # published, perhaps: no answer came
         self._entries_lock = threading.RLock()  # one change of this client's entries at a time
         self._restore_lock = threading.Lock()
-        self._closed = threading.Event()
-        self._beat_soon = threading.Event()
+        self._closed = Flag()
+        self._beats: queue.SimpleQueue[None] = queue.SimpleQueue()  # let the next heartbeat come at once
         self._keeper: threading.Thread | None = None
         self._keeper_lock = threading.Lock()
         close_at_exit(self, self.close)
@@ -213,17 +252,24 @@ class Client:
             self._closed.set()
             keeper = self._keeper
         forget(self)
-        self._beat_soon.set()
+        self._beats.put(None)
         deadline_s = time.monotonic() + patience_s
         if self._entries_lock.acquire(timeout=patience_s):  # what is being put back comes before the goodbye
             self._entries_lock.release()
         left_s = max(deadline_s - time.monotonic(), 0.0)
         if self.name or keeper is not None or self._doubtful:  # nothing was registered otherwise
-            try:  # not a future: that may need a new thread, and there are none while the interpreter ends
-                self._methods["Leave"](pb.LeaveRequest(client_id=self.client_id), timeout=left_s)
+            leave, request = self._methods["Leave"], pb.LeaveRequest(client_id=self.client_id)
+            try:
+                _Answer(leave, request, left_s, wait_for_ready=False).get()
+            except RuntimeError:  # no threads begin while the interpreter ends, and gRPC's futures need one
+                with contextlib.suppress(grpc.RpcError):
+                    leave(request, timeout=left_s)
             except grpc.RpcError as error:
                 log.debug("goodbye to %s not taken: %s", self.address, error.details())
-        self._channel.close()
+            finally:
+                undisturbed(self._channel.close)
+        else:
+            undisturbed(self._channel.close)
         if keeper is not None and keeper is not threading.current_thread():
             keeper.join(max(deadline_s - time.monotonic(), 0.0))
 
@@ -276,17 +322,14 @@ class Client:
     def _once(self, method: str, request: Any, timeout_s: float, late_s: float = 0.0) -> Any:
         """Sends `request` once. A server that is connected when `timeout_s` have passed gets `late_s` more. Waits
         without holding off signals: whatever interrupts it cancels the request."""
-        future = self._start(method, request, timeout_s + late_s)
-        done = threading.Event()
-        future.add_done_callback(lambda _: done.set())
+        answer = self._start(method, request, timeout_s + late_s)
         try:
-            if late_s and not done.wait(min(timeout_s, threading.TIMEOUT_MAX)) and not self._connected():
+            if late_s and not answer.wait(timeout_s) and not self._connected():
                 raise _Unanswered
-            done.wait()
+            return answer.get()
         except BaseException:
-            future.cancel()
+            answer.cancel()
             raise
-        return future.result()
 
     def _connected(self) -> bool:
         """Whether a server is at the other end now. What gRPC has for it in public costs a thread that polls."""
@@ -296,10 +339,10 @@ class Client:
         except ValueError:  # the channel was closed
             return False
 
-    def _start(self, method: str, request: Any, timeout_s: float) -> Any:
-        """Sends `request`; returns the future of its answer."""
+    def _start(self, method: str, request: Any, timeout_s: float) -> "_Answer":
+        """Sends `request`."""
         try:
-            return self._methods[method].future(request, timeout=timeout_s, wait_for_ready=True)
+            return _Answer(self._methods[method], request, timeout_s)
         except (ValueError, RuntimeError) as error:  # another thread closed the channel; the interpreter ends
             raise StaleHandle(f"the connection to {self.address} was closed: {error}") from None
 
@@ -325,9 +368,9 @@ class Client:
                 return
             if self._keeper is None:
                 self._keeper = threading.Thread(target=self._beat, name="onesided-heartbeat", daemon=True)
-                self._keeper.start()
+                undisturbed(self._keeper.start)
             elif sooner:
-                self._beat_soon.set()
+                self._beats.put(None)
 
     def _interval_s(self) -> float:
         leases = [published.lease_s for published in list(self._published.values())]
@@ -337,8 +380,8 @@ class Client:
         """The heartbeat thread: renews all leases until the client is closed."""
         while not self._closed.is_set():
             self._renew(max(self._interval_s(), LATE_S))
-            self._beat_soon.wait(self._interval_s())
-            self._beat_soon.clear()
+            with contextlib.suppress(queue.Empty):
+                self._beats.get(timeout=self._interval_s())
 
     def _renew(self, timeout_s: float) -> None:
         """One heartbeat. Failing is no loss by itself."""
@@ -421,7 +464,7 @@ class Client:
                 ]
                 for name, answer in sent:
                     try:
-                        answer.result()
+                        answer.get()
                     except grpc.RpcError as error:
                         if not is_ours(error):
                             raise
@@ -430,7 +473,7 @@ class Client:
         finally:
             self._entries_lock.release()
 
-    def _restore_entry(self, name: str, deadline_s: float) -> Any:
+    def _restore_entry(self, name: str, deadline_s: float) -> "_Answer":
         published = self._published[name]
         request = pb.PublishRequest(
             client_id=self.client_id,
@@ -454,7 +497,7 @@ class _WatchReader:
         self._client = client
         self._prefix = prefix
         self._mailbox = mailbox
-        self._stopped = threading.Event()
+        self._stopped = Flag()
         self._lock = threading.Lock()
         self._stream: Any = None
         self._server_id = ""

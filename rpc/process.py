@@ -2,15 +2,27 @@
 
 gRPC does not survive a fork: its threads are gone in the child and its locks may be held. So a process that
 has used it is remembered, and a child forked from it gets an error at the first use instead of a hang.
+
+Nor does it survive an exception in its middle, which is where Ctrl-C may come: a call that has begun and that nobody
+ends keeps its channel from closing for ever, and so does a lock that is not let go. Python's own conditions and events
+are no better. Only the main thread is interrupted so: it leaves what must be whole to another, `undisturbed`, and waits
+at a SimpleQueue, which is whole by itself.
 """
 
 import atexit
 import contextlib
 import os
+import threading
+from _thread import start_new_thread  # unlike Thread.start, whole by itself
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
 
 from onesided.errors import OnesidedError
 
+T = TypeVar("T")
+
+_errands: "SimpleQueue[Callable[[], object]] | None" = None
 _grpc_pid = 0
 _at_exit: dict[int, Callable[[], None]] = {}
 _at_exit_pid = 0
@@ -51,6 +63,66 @@ def claim_grpc() -> None:
             f"process {pid} was forked from {_grpc_pid} after that had used the control plane: gRPC does not survive a "
             f"fork. Spawn the process (multiprocessing.get_context('spawn')), or fork before the first use"
         )
+
+
+def undisturbed(call: Callable[[], T]) -> T:
+    """Returns what `call` returns, or raises what it raises; in the main thread, a signal's exception may end the wait
+    for it but never comes in its middle. `call` does not block."""
+    if threading.current_thread() is not threading.main_thread():
+        return call()
+    outcome: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+
+    def errand() -> None:
+        try:
+            outcome.put((call(), None))
+        except BaseException as error:  # noqa: BLE001  # raised below
+            outcome.put((None, error))
+
+    soon(errand)
+    value, error = outcome.get()
+    if error is not None:
+        raise error
+    return value  # type: ignore[no-any-return]
+
+
+def soon(errand: Callable[[], object]) -> None:
+    """Has `errand` run, undisturbed, after those before it; does not wait. It neither blocks nor raises."""
+    global _errands
+    if threading.current_thread() is not threading.main_thread():
+        errand()
+        return
+    if _errands is None:
+        _errands = SimpleQueue()
+        start_new_thread(_run_errands, (_errands,))
+    _errands.put(errand)
+
+
+def _run_errands(errands: "SimpleQueue[Callable[[], object]]") -> None:
+    while True:
+        errands.get()()
+
+
+class Flag:
+    """As threading.Event, but whole by itself."""
+
+    def __init__(self) -> None:
+        self._set = False
+        self._token: SimpleQueue[None] = SimpleQueue()  # of all who wait, the one that has it hands it on
+
+    def is_set(self) -> bool:
+        """Whether `set` was called."""
+        return self._set
+
+    def set(self) -> None:
+        """Sets it, for ever."""
+        self._set = True
+        self._token.put(None)
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns when it is set, or `timeout_s` have passed."""
+        if not self._set:
+            with contextlib.suppress(Empty):
+                self._token.put(self._token.get(timeout=timeout_s))
 
 
 def close_at_exit(thing: object, close: Callable[[], None]) -> None:

@@ -9,6 +9,7 @@ import functools
 import logging
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from onesided.errors import OnesidedError, StaleHandle
 from . import address as addresses
 from . import limits
 from .catalog import Entry
-from .process import ForkGuard, claim_grpc, close_at_exit, forget
+from .process import ForkGuard, claim_grpc, close_at_exit, forget, undisturbed
 from .state import ControlState
 from .status import MARK, to_status
 from .timing import Ticket
@@ -122,12 +123,33 @@ class _LoopThread:
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(_on_loop_error)
         self._thread = threading.Thread(target=self._loop.run_forever, name="onesided-rpc", daemon=True)
-        self._thread.start()
+        self._tasks: set[asyncio.Task[None]] = set()
+        undisturbed(self._thread.start)
         close_at_exit(self, self._stop)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Runs `work` on the loop and waits for it."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+        """Runs `work` on the loop and waits for it. Raises what it raises, or TimeoutError."""
+        outcome: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()  # see process.py why no future of Python
+
+        async def run() -> None:
+            try:
+                outcome.put((await work, None))
+            except BaseException as error:  # noqa: BLE001  # raised below
+                outcome.put((None, error))
+
+        self._loop.call_soon_threadsafe(self._begin, run())
+        try:
+            value, error = outcome.get(timeout=timeout_s)
+        except Empty:
+            raise TimeoutError(f"the control plane of this process is stuck for {timeout_s:g} s") from None
+        if error is not None:
+            raise error
+        return value  # type: ignore[no-any-return]
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)  # the loop itself keeps no hold of it
+        task.add_done_callback(self._tasks.discard)
 
     def _stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -1,7 +1,9 @@
 """Processes that die, stop, fork and are interrupted, and servers that restart."""
 
 import contextlib
+import os
 import signal
+import socket
 import textwrap
 import threading
 import time
@@ -451,6 +453,81 @@ def test_fork_after_use(server: Server, spawn) -> None:
     assert child.said("ended") == "7"
     child.said("unharmed")
     assert child.end() == 0
+
+
+@pytest.mark.parametrize("use", ["list", "publish", "close"])
+def test_interrupted_anywhere_it_still_closes(server: Server, spawn, use: str) -> None:
+    """Ctrl-C wherever the interpreter looks for signals: where a function of Python begins, and one of C has returned."""
+    child = spawn(
+        """
+        import gc
+        at, seen = 0, 0
+
+        def profile(frame, event, argument):
+            global seen
+            if event in ("call", "c_return"):
+                seen += 1
+                if seen == at:
+                    raise KeyboardInterrupt
+
+        while True:
+            directory = Directory(sys.argv[1])
+            at, seen = at + 1, 0
+            if sys.argv[2] == "close":
+                directory.publish(f"n{at}", b"v", replace=True)
+            sys.setprofile(profile)
+            try:
+                if sys.argv[2] == "list":
+                    directory.list()
+                elif sys.argv[2] == "publish":
+                    directory.publish(f"n{at}", b"v", replace=True)
+                else:
+                    directory.close()
+                sys.setprofile(None)
+                break
+            except KeyboardInterrupt:  # which ended the profile
+                pass
+            directory.close()
+            del directory
+            gc.collect()
+        say("tried", at)
+    """,
+        server.address,
+        use,
+    )
+    assert int(child.said("tried")) > 20
+    assert child.end() == 0
+
+
+SETTINGS = bytes.fromhex("000000" "04" "00" "00000000")  # frames of HTTP/2
+GOAWAY = bytes.fromhex("000008" "07" "00" "00000000" "00000000" "00000002")  # no stream was taken, for an error
+
+
+@pytest.mark.parametrize("verbosity", [None, "INFO"])
+def test_grpc_keeps_its_news_to_itself(spawn, verbosity: str | None) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        env = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+        child = spawn(
+            """
+            directory = Directory(sys.argv[1])
+            threading.Thread(target=directory.list, daemon=True).start()
+            sys.stdin.readline()
+            os._exit(0)
+            """,
+            "127.0.0.1:%d" % listener.getsockname()[1],
+            env=env if verbosity is None else {**env, "GRPC_VERBOSITY": verbosity},
+        )
+        first, _ = listener.accept()
+        with first:
+            first.sendall(SETTINGS)
+            said = b""
+            while b"Directory/List" not in said:
+                said += first.recv(1 << 16)
+            first.sendall(GOAWAY)
+            listener.accept()[0].close()  # it has read the news, and comes again
+        child.process.stdin.close()
+        assert child.end() == 0
+    assert ("goaway" in child.errors) == (verbosity == "INFO"), child.errors
 
 
 @pytest.mark.parametrize(
