@@ -21,17 +21,19 @@ constexpr std::chrono::seconds kSpinning{1};
 
 }  // namespace
 
-double bench_put(Window& window, unsigned peer, const void* source, std::uint64_t nbytes, unsigned iterations) {
+double bench_put(Window& window, unsigned peer, const void* source, std::uint64_t nbytes, const How& how,
+                 unsigned iterations) {
   Target& target = window.target("put", peer);
   return seconds_each(iterations, [&](unsigned) {
-    target.write(source, nbytes, 0, std::nullopt, How{});
+    target.write(source, nbytes, 0, std::nullopt, how);
     target.flush(Deadline::never());
   });
 }
 
-double bench_get(Window& window, unsigned peer, void* destination, std::uint64_t nbytes, unsigned iterations) {
+double bench_get(Window& window, unsigned peer, void* destination, std::uint64_t nbytes, const How& how,
+                 unsigned iterations) {
   Target& target = window.target("get", peer);
-  return seconds_each(iterations, [&](unsigned) { target.read(destination, nbytes, 0, How{}); });
+  return seconds_each(iterations, [&](unsigned) { target.read(destination, nbytes, 0, how); });
 }
 
 double bench_fetch_add(Window& window, unsigned peer, unsigned iterations) {
@@ -39,8 +41,8 @@ double bench_fetch_add(Window& window, unsigned peer, unsigned iterations) {
   return seconds_each(iterations, [&](unsigned) { target.fetch_add(0, 1); });
 }
 
-double bench_put_latency(Window& window, unsigned peer, const void* source, std::uint64_t nbytes, unsigned iterations,
-                         bool first) {
+double bench_put_latency(Window& window, unsigned peer, const void* source, std::uint64_t nbytes, const How& how,
+                         unsigned iterations, bool first) {
   Target& target = window.target("put", peer);
   if (window.memory() == nullptr) fail(ErrorKind::Unsupported, "a latency needs a window with memory of its own");
   const Memory& memory = *window.memory();
@@ -51,7 +53,7 @@ double bench_put_latency(Window& window, unsigned peer, const void* source, std:
                       [&](unsigned round) {
                         const auto send = [&] {
                           last = round + 1;
-                          target.write(source, nbytes, 0, std::nullopt, How{});
+                          target.write(source, nbytes, 0, std::nullopt, how);
                           target.flush(Deadline::never());
                         };
                         if (first) send();
@@ -70,14 +72,14 @@ double bench_put_latency(Window& window, unsigned peer, const void* source, std:
          2;
 }
 
-double bench_signal_latency(Window& window, unsigned peer, const void* source, std::uint64_t nbytes,
+double bench_signal_latency(Window& window, unsigned peer, const void* source, std::uint64_t nbytes, const How& how,
                             unsigned iterations, bool first, std::uint64_t already) {
   Target& target = window.target("put", peer);
   return seconds_each(iterations,
                       [&](unsigned round) {
-                        if (first) target.write(source, nbytes, 0, Signal{0, 1}, How{});
+                        if (first) target.write(source, nbytes, 0, Signal{0, 1}, how);
                         window.wait_signal(0, already + round + 1, peer, Deadline::after(kPatience), kSpinning);
-                        if (!first) target.write(source, nbytes, 0, Signal{0, 1}, How{});
+                        if (!first) target.write(source, nbytes, 0, Signal{0, 1}, how);
                       }) /
          2;
 }

@@ -62,7 +62,7 @@ Keepalive keep(PyObject* object, Py_buffer* view) {
       released().waiting.push_back({static_cast<PyObject*>(kept), view});
       first = !released().any.exchange(true);
     }
-    if (first) Py_AddPendingCall(let_go_of_all, nullptr);
+    if (first && !Settling::here()) Py_AddPendingCall(let_go_of_all, nullptr);
   });
 }
 
@@ -194,6 +194,7 @@ void Blocking::check_signals() {
     ~Held() { PyGILState_Release(state); }
   } held;
   if (PyErr_CheckSignals() != 0) nb::raise_python_error();
+  release_kept_objects();
 }
 
 PyMemory::~PyMemory() {

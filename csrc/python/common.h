@@ -56,6 +56,27 @@ class ReleasedGil {
   PyThreadState* const state_;
 };
 
+// Releases what was let go of so far (see keep_object). No lock of the library may be held.
+void release_kept_objects();
+
+// The objects that the data plane lets go of on this thread while it lives are released at its end, under the GIL. Elsewhere the
+// interpreter has to be asked to do that, which costs more than a small put.
+class Settling {
+ public:
+  Settling() : outer_(here_) { here_ = true; }
+  ~Settling() {
+    here_ = outer_;
+    if (!outer_) release_kept_objects();
+  }
+  Settling(const Settling&) = delete;
+  Settling& operator=(const Settling&) = delete;
+  static bool here() { return here_; }
+
+ private:
+  static inline thread_local bool here_ = false;
+  const bool outer_;
+};
+
 // Lets go of the GIL, and lets Ctrl-C through, while it lives. Nothing of Python may be touched meanwhile.
 class Blocking {
  public:
@@ -64,6 +85,7 @@ class Blocking {
  private:
   static void check_signals();
 
+  Settling settling_;
   ReleasedGil released_;
   InterruptScope interruptible_;
 };
@@ -82,6 +104,7 @@ class BlockingIfItWaits {
     me.blocking_.emplace();
   }
 
+  Settling settling_;
   const std::shared_ptr<Owner>& owner_;
   std::shared_ptr<Owner> held_;
   std::optional<Blocking> blocking_;
@@ -124,8 +147,6 @@ nb::dict to_dict(const Description& description);
 // Keeps a Python object alive from C++. It may be let go of on any thread without the GIL: the object is then released by
 // the next call into this library, or by the interpreter as soon as it looks.
 Keepalive keep_object(nb::handle object);
-// Releases at once what was let go of so far: for the end of a close(), where no lock of the library is held.
-void release_kept_objects();
 
 // What a buffer is for: its name in messages, and what helps if its bytes are strided, or not its values.
 struct Purpose {

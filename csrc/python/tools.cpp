@@ -2,7 +2,7 @@
 
 #include "core/bench.h"
 #include "core/copy.h"
-#include "python/common.h"
+#include "python/operations.h"
 #include "shm/hub.h"
 
 namespace onesided::python {
@@ -15,6 +15,12 @@ unsigned to_iterations(nb::handle value) {
   return to_u32(value, "iterations");
 }
 
+// As an operation of Python would tell it of its buffer.
+How known_of(Window& window, const char* operation, unsigned peer, const Buffer& buffer) {
+  std::optional<How> better;
+  return identified(How{}, buffer.object(), buffer.nbytes(), window.target(operation, peer), better);
+}
+
 void register_bench(nb::module_& m) {
   m.def(
       "bench_put",
@@ -22,8 +28,9 @@ void register_bench(nb::module_& m) {
         const auto core = window_of(window);
         Buffer buffer(source, kSource, false);
         const unsigned rounds = to_iterations(iterations);
+        const How how = known_of(*core, "put", peer, buffer);
         Blocking blocking;
-        return bench_put(*core, peer, buffer.data(), buffer.nbytes(), rounds);
+        return bench_put(*core, peer, buffer.data(), buffer.nbytes(), how, rounds);
       },
       nb::sig("def bench_put(window: Window, peer: int, source: object, iterations: int) -> float"),
       "Seconds for a put and a flush, looped in C++.");
@@ -33,8 +40,9 @@ void register_bench(nb::module_& m) {
         const auto core = window_of(window);
         Buffer buffer(destination, kDestination, true);
         const unsigned rounds = to_iterations(iterations);
+        const How how = known_of(*core, "get", peer, buffer);
         Blocking blocking;
-        return bench_get(*core, peer, buffer.data(), buffer.nbytes(), rounds);
+        return bench_get(*core, peer, buffer.data(), buffer.nbytes(), how, rounds);
       },
       nb::sig("def bench_get(window: Window, peer: int, destination: object, iterations: int) -> float"),
       "Seconds for a get, looped in C++.");
@@ -54,8 +62,9 @@ void register_bench(nb::module_& m) {
         const auto core = window_of(window);
         Buffer buffer(source, kSource, true);
         const unsigned rounds = to_iterations(iterations);
+        const How how = known_of(*core, "put", peer, buffer);
         Blocking blocking;
-        return bench_put_latency(*core, peer, buffer.data(), buffer.nbytes(), rounds, first);
+        return bench_put_latency(*core, peer, buffer.data(), buffer.nbytes(), how, rounds, first);
       },
       nb::sig(
           "def bench_put_latency(window: Window, peer: int, source: object, iterations: int, first: bool) -> float"),
@@ -67,8 +76,9 @@ void register_bench(nb::module_& m) {
         Buffer buffer(source, kSource, false);
         const unsigned rounds = to_iterations(iterations);
         const std::uint64_t count = to_u64(already, "already");
+        const How how = known_of(*core, "put", peer, buffer);
         Blocking blocking;
-        return bench_signal_latency(*core, peer, buffer.data(), buffer.nbytes(), rounds, first, count);
+        return bench_signal_latency(*core, peer, buffer.data(), buffer.nbytes(), how, rounds, first, count);
       },
       nb::sig("def bench_signal_latency(window: Window, peer: int, source: object, iterations: int, first: bool, "
               "already: int) -> float"),

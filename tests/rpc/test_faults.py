@@ -499,8 +499,8 @@ def test_interrupted_anywhere_it_still_closes(server: Server, spawn, use: str) -
     assert child.end() == 0
 
 
-SETTINGS = bytes.fromhex("000000" "04" "00" "00000000")  # frames of HTTP/2
-GOAWAY = bytes.fromhex("000008" "07" "00" "00000000" "00000000" "00000002")  # no stream was taken, for an error
+SETTINGS = bytes.fromhex("000000040000000000")  # frames of HTTP/2
+GOAWAY = bytes.fromhex("0000080700000000000000000000000002")  # no stream was taken, for an error
 
 
 @pytest.mark.parametrize("verbosity", [None, "INFO"])
