@@ -18,12 +18,21 @@ void register_work(nb::module_& m) {
 
 Done means complete at both ends: the source may be reused, and the bytes are visible to the target. A Work keeps its
 source, its window and its connection alive until then. It may be used from any thread.)")
-      .def("done", &Work::done, nb::sig("def done(self) -> bool"),
-           "True if the operation succeeded or failed. Never blocks.")
+      .def(
+          "done",
+          [](Work& work) {
+            Settling settling;
+            return work.done();
+          },
+          nb::sig("def done(self) -> bool"), "True if the operation succeeded or failed. Never blocks.")
       .def(
           "wait",
           [](Work& work, nb::handle timeout_s) {
             const Deadline deadline = to_deadline(timeout_s);
+            {
+              Settling settling;
+              if (work.done() && !work.error()) return;  // no need to let go of the GIL
+            }
             Blocking blocking;
             work.wait(deadline);
           },
@@ -36,6 +45,7 @@ Ctrl-C ends the wait, not the operation. To look without cancelling, use done().
       .def(
           "exception",
           [](Work& work) -> nb::object {
+            Settling settling;
             const auto error = work.error();
             return error ? python_error_of(*error) : nb::none();
           },
