@@ -149,13 +149,16 @@ class _Measurement:
         loops = self._loops()
         seconds: dict[tuple[str, str], list[float]] = {key: [] for key in loops}
         limits: dict[str, list[float]] = {}  # seconds for an operation, by what row they are the limit of
-        paces = {key: _Pace(self, self._count(loop, self._answers())) for key, loop in loops.items()}
+        # A rank that only lends its memory stays out of it: talking about each round would be part of the round.
+        both = self._answers()
+        run = loops if self.leads or both else {}
+        paces = {key: _Pace(self, self._count(loop, both), both) for key, loop in run.items()}
         memcpy_count = max(1, min(100_000, int(self.round_s / max(self._memcpy(1), 1e-9)))) if self.leads else 1
         for turn in range(ROUNDS):
             if self.leads and self.kind == "shm":
                 limits.setdefault("bandwidth", []).append(self._memcpy(memcpy_count))
-            for key, loop in loops.items():
-                if (count := paces[key].next()) and (self.leads or self._answers()):
+            for key, loop in run.items():
+                if count := paces[key].next():
                     seconds[key].append(paces[key].took(loop(count)))
             if self.perftest is not None and turn % PERFTEST_EVERY == 0:
                 self._run_perftest(self.perftest, {key[1]: seconds[key][-1] for key in loops}, limits)
@@ -199,12 +202,15 @@ class _Measurement:
         return self.op == "signal"
 
     def _count(self, loop: Callable[[int], float], both: bool) -> int:
-        """How often a round runs the loop: rank 0 tries, more and more often, and tells rank 1."""
+        """How often a round runs the loop: rank 0 tries, more and more often, and tells rank 1 if `both` run it."""
         wanted = 1
         for tries in (3, 30, 300):
-            self.group.barrier(timeout_s=PATIENCE_S)
-            trial = loop(tries) if self.leads or both else 0.0
-            wanted = self.told(max(1, min(MOST, int(self.round_s / trial))) if trial > 0 else 1)
+            if both:
+                self.group.barrier(timeout_s=PATIENCE_S)
+            trial = loop(tries)
+            wanted = max(1, min(MOST, int(self.round_s / trial))) if trial > 0 else 1
+            if both:
+                wanted = self.told(wanted)
             if wanted < 10 * tries:
                 break
         return wanted
@@ -324,7 +330,7 @@ class _Measurement:
             return duration
         loop = self._put_ping_pong if api == "python" else self._core_put_ping_pong
         rounds = []
-        pace = _Pace(self, self._count(loop, both=True))
+        pace = _Pace(self, self._count(loop, both=True), both=True)
         for _ in range(ROUNDS):
             if not (count := pace.next()):
                 break
@@ -333,16 +339,19 @@ class _Measurement:
 
 
 class _Pace:
-    """How often each round of one loop runs it. Both ranks ask, and do what rank 0 says."""
+    """How often each round of one loop runs it. If `both` ranks do, both ask, and do what rank 0 says."""
 
-    def __init__(self, measurement: _Measurement, count: int) -> None:
+    def __init__(self, measurement: _Measurement, count: int, both: bool) -> None:
         self.count = count
         self._measurement = measurement
+        self._both = both
         self._spent_s = 0.0
 
     def next(self) -> int:
-        """The count of the next round, which begins when both ranks are here; 0: there is none."""
-        said = self._measurement.told(0 if self._spent_s > LOOP_S else self.count)
+        """The count of the next round, which begins when all that run it are here; 0: there is none."""
+        said = 0 if self._spent_s > LOOP_S else self.count
+        if self._both:
+            said = self._measurement.told(said)
         self.count = said or self.count
         return said
 

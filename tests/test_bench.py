@@ -130,7 +130,7 @@ class Lone:
 
 
 def test_loops_end_by_time() -> None:
-    pace = bench._Pace(Lone(), 20_000)  # type: ignore[arg-type]
+    pace = bench._Pace(Lone(), 20_000, both=True)  # type: ignore[arg-type]
     assert pace.next() == 20_000
     assert pace.took(1e-6) == 1e-6
     assert pace.next() == 20_000
