@@ -446,9 +446,9 @@ def bench_get(window: Window, peer: int, destination: object, iterations: int) -
 def bench_fetch_add(window: Window, peer: int, iterations: int) -> float:
     """Seconds for a fetch_add on the first word, looped in C++."""
 
-def bench_put_latency(window: Window, peer: int, source: object, iterations: int, first: bool) -> float:
+def bench_put_latency(window: Window, peer: int, source: object, iterations: int, first: bool, flushes: bool) -> float:
     """
-    Half a round trip of puts, in seconds; both ranks call it, one with `first`, their memory zeroed.
+    Half a round trip of puts, each flushed or not, in seconds; both ranks call it, one with `first`, their memory zeroed.
     """
 
 def bench_signal_latency(window: Window, peer: int, source: object, iterations: int, first: bool, already: int) -> float:

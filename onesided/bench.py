@@ -9,7 +9,7 @@ ports, with its GID (onesided/perftest.py). What the modes of a row are, and wha
 
 - "one at a time": a get, a fetch_add, a put and then a flush (which reads from the target), a put with a signal.
   limit_gbps is ib_write_bw or ib_read_bw with 128 in flight. limit_latency_us is ib_read_lat or ib_atomic_lat; for what
-  goes to and fro (signals, and puts up to 64 KiB), half a round trip as of ib_write_lat.
+  goes to and fro (signals, and puts up to 64 KiB, which are then not flushed), half a round trip as of ib_write_lat.
 - "completed": an asynchronous put that is waited for, then the next, to 64 KiB. limit_latency_us is ib_write_bw with
   one in flight.
 - "128 in flight": asynchronous puts or gets, as many of them under way at once. limit_gbps as above.
@@ -191,6 +191,10 @@ class _Measurement:
         """Whether the latency of a put is half a round trip."""
         return 8 <= self.size <= PING_PONG_LIMIT
 
+    def _flushes(self) -> bool:
+        """Whether puts to and fro are flushed. Over RDMA that would be a round trip more than ib_write_lat has."""
+        return self.kind == "shm"
+
     def _gbps(self, seconds: float) -> float:
         return self.size / seconds / 1e9 if seconds > 0 else 0.0
 
@@ -300,8 +304,9 @@ class _Measurement:
         return _core.bench_signal_latency(self.window, self.peer, self.source, count, self.leads, already)
 
     def _put_ping_pong(self, count: int) -> float:
-        """Half a round trip of put and flush; each side watches the last whole word of its own memory."""
+        """Half a round trip of put and, perhaps, flush; each side watches the last whole word of its own memory."""
         put, flush, source, peer = self.window.put, self.window.flush, self.source, self.peer
+        flushes = self._flushes()
         last = self.size // 8 - 1
         mine = words(self.window.array[: self.size])
         yours = words(source)
@@ -312,18 +317,20 @@ class _Measurement:
             yours[last] = turn
             if self.leads:
                 put(source, peer)
-                flush(peer)
+                if flushes:
+                    flush(peer)
             while mine[last] != turn:
                 pass
             if not self.leads:
                 put(source, peer)
-                flush(peer)
+                if flushes:
+                    flush(peer)
         return (time.perf_counter() - begin) / count / 2
 
     def _core_put_ping_pong(self, count: int) -> float:
         self.window.array[: self.size] = 0
         self.group.barrier(timeout_s=PATIENCE_S)
-        return _core.bench_put_latency(self.window, self.peer, self.source, count, self.leads)
+        return _core.bench_put_latency(self.window, self.peer, self.source, count, self.leads, self._flushes())
 
     def _latency(self, api: str, mode: str, duration: float) -> float:
         if self.op != "put" or mode != ONE_AT_A_TIME or not self._goes_to_and_fro():

@@ -42,7 +42,7 @@ double bench_fetch_add(Window& window, unsigned peer, unsigned iterations) {
 }
 
 double bench_put_latency(Window& window, unsigned peer, const void* source, std::uint64_t nbytes, const How& how,
-                         unsigned iterations, bool first) {
+                         unsigned iterations, bool first, bool flushes) {
   Target& target = window.target("put", peer);
   if (window.memory() == nullptr) fail(ErrorKind::Unsupported, "a latency needs a window with memory of its own");
   const Memory& memory = *window.memory();
@@ -54,7 +54,7 @@ double bench_put_latency(Window& window, unsigned peer, const void* source, std:
                         const auto send = [&] {
                           last = round + 1;
                           target.write(source, nbytes, 0, std::nullopt, how);
-                          target.flush(Deadline::never());
+                          if (flushes) target.flush(Deadline::never());
                         };
                         if (first) send();
                         const Deadline patience = Deadline::after(kPatience);

@@ -58,17 +58,18 @@ void register_bench(nb::module_& m) {
       "Seconds for a fetch_add on the first word, looped in C++.");
   m.def(
       "bench_put_latency",
-      [](nb::handle window, unsigned peer, nb::handle source, nb::handle iterations, bool first) {
+      [](nb::handle window, unsigned peer, nb::handle source, nb::handle iterations, bool first, bool flushes) {
         const auto core = window_of(window);
         Buffer buffer(source, kSource, true);
         const unsigned rounds = to_iterations(iterations);
         const How how = known_of(*core, "put", peer, buffer);
         Blocking blocking;
-        return bench_put_latency(*core, peer, buffer.data(), buffer.nbytes(), how, rounds, first);
+        return bench_put_latency(*core, peer, buffer.data(), buffer.nbytes(), how, rounds, first, flushes);
       },
-      nb::sig(
-          "def bench_put_latency(window: Window, peer: int, source: object, iterations: int, first: bool) -> float"),
-      "Half a round trip of puts, in seconds; both ranks call it, one with `first`, their memory zeroed.");
+      nb::sig("def bench_put_latency(window: Window, peer: int, source: object, iterations: int, first: bool, flushes: "
+              "bool) -> float"),
+      "Half a round trip of puts, each flushed or not, in seconds; both ranks call it, one with `first`, their memory "
+      "zeroed.");
   m.def(
       "bench_signal_latency",
       [](nb::handle window, unsigned peer, nb::handle source, nb::handle iterations, bool first, nb::handle already) {

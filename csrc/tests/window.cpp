@@ -296,7 +296,7 @@ TEST_CASE("window: an attached one has no memory of its own") {
   CHECK(consume(group[0], 0) == 1);
   CHECK(raised([&] { consume(attached, 0); }) == "Unsupported");
   CHECK(raised([&] { attached.signal_value(0); }) == "Unsupported");
-  CHECK(raised([&] { bench_put_latency(attached, 0, "12345678", 8, How{}, 1, true); }) == "Unsupported");
+  CHECK(raised([&] { bench_put_latency(attached, 0, "12345678", 8, How{}, 1, true, true); }) == "Unsupported");
   CHECK(raised([] { Window("half", nullptr, {nullptr}, std::nullopt); }) == "Onesided");
   attached.flush_all(patience());
   attached.close(patience());
