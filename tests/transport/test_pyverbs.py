@@ -23,6 +23,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from onesided.transport import choose_kind
 from onesided.transport.pyverbs import PyverbsTransport, wire
+from onesided.transport.pyverbs.origin import Connection
 from onesided.transport.pyverbs.target import Incoming
 
 from onesided import (
@@ -391,7 +392,7 @@ def test_revocation_is_answered_at_once(pair: Pair) -> None:
 
 
 def take_queue_pairs_away(pair: Pair) -> None:
-    """The owner takes the queue pairs of the origin away: whatever is posted from here on gets no answer."""
+    """The owner takes the queue pairs of the origin away, and does not say so: what is posted then gets no answer."""
     if isinstance(pair.b, PyverbsTransport):
         with pair.b.changed:
             for peer in pair.b.talking.values():
@@ -402,11 +403,11 @@ def take_queue_pairs_away(pair: Pair) -> None:
     pair.to_b.write(b"x", RemoteMemory.from_bytes(other.handle()))
     with pair.a.changed:  # its thread cannot confirm the revocation
         other.close(timeout_s=0.1)
+    if isinstance(pair.to_b, Connection):
+        wait_until(lambda: pair.to_b.taken_away, "it is told that its queue pairs are gone")
+        pair.to_b.taken_away = False  # as if it did not know
 
 
-@pytest.mark.xfail(
-    strict=False, reason="open: since Ended is said, the origin opens the next generation sooner than this expects"
-)
 def test_a_deadline_is_a_fence_and_the_next_generation_works(pair: Pair) -> None:
     source = pattern(MIB)
     pair.to_b.write(source, pair.there)
@@ -424,9 +425,6 @@ def test_a_deadline_is_a_fence_and_the_next_generation_works(pair: Pair) -> None
         assert not pair.bytes[MIB : 2 * MIB].any()  # neither what it was nor what was put there later
 
 
-@pytest.mark.xfail(
-    strict=False, reason="open: since Ended is said, the origin opens the next generation sooner than this expects"
-)
 def test_a_peer_that_gives_no_answer(pair: Pair) -> None:
     """Without a deadline the device gives up, after its retries."""
     pair.to_b.write(b"x", pair.there)
