@@ -734,6 +734,7 @@ void Channel::end(ErrorKind kind, const std::string& cause) {
     }
     // A queue pair that is gone reads and writes nothing, whether its flush was seen or not.
     destroy_queues();
+    staging_keys_->release();
     ended_.store(true, std::memory_order_seq_cst);
   }
   std::vector<Kept> over;

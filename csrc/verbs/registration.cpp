@@ -75,6 +75,7 @@ Registration::Registration(const std::vector<std::shared_ptr<Device>>& rails, Ke
          " bytes (max_mr_size) on each of ", rails.size(), " rails; ", kMostRegions, " are the most");
   }
   regions_.reserve(rails.size() * pieces_);
+  keys_.reserve(rails.size() * pieces_);
   for (const auto& device : rails) {
     for (std::uint64_t offset = 0; offset < nbytes; offset += piece_nbytes_) {
       const std::uint64_t piece = std::min(piece_nbytes_, nbytes - offset);
@@ -87,6 +88,7 @@ Registration::Registration(const std::vector<std::shared_ptr<Device>>& rails, Ke
                    device->name(), " failed: ", limit_met(error, *device, piece));
       }
       regions_.push_back(region);
+      keys_.push_back({region->lkey, region->rkey});
     }
   }
 }

@@ -56,19 +56,22 @@ class Registration {
   std::uint64_t nbytes() const { return nbytes_; }
   std::uint64_t piece_nbytes() const { return piece_nbytes_; }
   std::size_t pieces() const { return pieces_; }
-  // Keys of the piece that `offset` lies in.
-  std::uint32_t lkey(std::size_t rail, std::uint64_t offset) const { return region(rail, offset).lkey; }
-  std::uint32_t rkey(std::size_t rail, std::size_t piece) const { return regions_[rail * pieces_ + piece]->rkey; }
+  // That of the piece that `offset` lies in.
+  std::uint32_t lkey(std::size_t rail, std::uint64_t offset) const {
+    return keys_[pieces_ == 1 ? rail : rail * pieces_ + offset / piece_nbytes_].local;
+  }
+  std::uint32_t rkey(std::size_t rail, std::size_t piece) const { return keys_[rail * pieces_ + piece].remote; }
   bool contains(const void* data, std::uint64_t nbytes) const {
     const auto begin = reinterpret_cast<std::uint64_t>(data);
     return begin >= address_ && nbytes <= nbytes_ && begin - address_ <= nbytes_ - nbytes;
   }
+  // Gives the regions back to the devices. The keys can still be asked for, and are good for nothing.
+  void release();
 
  private:
-  const ibv_mr& region(std::size_t rail, std::uint64_t offset) const {
-    return *regions_[pieces_ == 1 ? rail : rail * pieces_ + offset / piece_nbytes_];
-  }
-  void release();
+  struct Keys {
+    std::uint32_t local, remote;
+  };
 
   const std::uint32_t made_in_;
   const std::uint64_t address_;
@@ -77,6 +80,7 @@ class Registration {
   std::size_t pieces_ = 0;
   std::vector<std::shared_ptr<Device>> devices_;
   std::vector<ibv_mr*> regions_;  // by rail, then by piece
+  std::vector<Keys> keys_;        // the same
 };
 
 }  // namespace onesided::verbs

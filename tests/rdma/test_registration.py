@@ -340,9 +340,6 @@ def closed_transport(fake: FakeVerbs) -> None:
     assert not {"qps", "cqs", "channels", "mrs"} & set(left), left
 
 
-@pytest.mark.xfail(
-    reason="a channel that has ended keeps its 512 KiB of staging memory registered until it is destroyed"
-)
 def test_a_closed_transport_has_given_all_back(alone) -> None:
     alone(closed_transport, devices=2)
 
@@ -360,8 +357,5 @@ def generations(fake: FakeVerbs) -> None:
         assert fake.live("mrs") == alive
 
 
-@pytest.mark.xfail(
-    reason="a channel that has ended keeps its 512 KiB of staging memory registered until it is destroyed"
-)
 def test_generations_do_not_pile_up(alone) -> None:
     alone(generations, devices=1)
