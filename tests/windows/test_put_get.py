@@ -591,15 +591,7 @@ def closing_during_puts(group: Group, kind: Kind) -> None:
         group.barrier()
 
 
-def test_a_window_closed_by_another_thread(ranks: Ranks, kind: Kind, request: pytest.FixtureRequest) -> None:
-    if kind.name == "rdma":
-        if isinstance(ranks, Threads):
-            pytest.skip(
-                "open fault: malloc has aborted a rank here on Soft-RoCE, and a rank of threads is this process"
-            )
-        request.applymarker(
-            pytest.mark.xfail(strict=False, reason="open fault: malloc has aborted a rank here on Soft-RoCE")
-        )
+def test_a_window_closed_by_another_thread(ranks: Ranks, kind: Kind) -> None:
     ranks.run(closing_during_puts, 2, kind)
 
 
