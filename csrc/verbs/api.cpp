@@ -68,8 +68,11 @@ struct Loaded {
     api.reg_dmabuf_mr =
         reinterpret_cast<decltype(api.reg_dmabuf_mr)>(::dlvsym(library, "ibv_reg_dmabuf_mr", "IBVERBS_1.12"));
     api.network_interface = network_interface;
-    // Keeps a fork from taking registered pages away from the parent; nothing to do where the kernel copies such pages.
-    if (reason.empty()) api.fork_init();
+    // Kernels since 5.12 copy registered pages in a fork. On older ones only this keeps the parent's, at the price that a child
+    // has no such page at all, with whatever else lies on it: so it is not asked for without need.
+    constexpr int kUnneeded = 2;  // IBV_FORK_UNNEEDED, which older headers do not have
+    const auto fork_state = reinterpret_cast<int (*)()>(::dlvsym(library, "ibv_is_fork_initialized", "IBVERBS_1.13"));
+    if (reason.empty() && (fork_state == nullptr || fork_state() != kUnneeded)) api.fork_init();
   }
 };
 

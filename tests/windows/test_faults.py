@@ -612,17 +612,8 @@ def exit_as_usual() -> None:
     gc.collect()
 
 
-def skip_where_forks_damage_registered_pages(kind: Kind) -> None:
-    if kind.name == "rdma" and "User Mode Linux" in Path("/proc/cpuinfo").read_text():
-        pytest.skip(
-            "User-Mode Linux damages registered pages when a process with threads forks, with no transfer at all; "
-            "`tests/softroce/run --qemu` has a kernel that does not"
-        )
-
-
 @pytest.mark.parametrize("how", ["uses", "closes", "ends", "collects"])
 def test_case_29_fork_after_use(processes: Processes, kind: Kind, how: str) -> None:
-    skip_where_forks_damage_registered_pages(kind)
     processes.run(fork_after_use, 2, kind, how)
 
 
@@ -645,7 +636,6 @@ def fork_and_open_anew(group: Group, kind: Kind) -> None:
 
 
 def test_case_29_a_forked_child_opens_its_own(processes: Processes, kind: Kind) -> None:
-    skip_where_forks_damage_registered_pages(kind)
     processes.run(fork_and_open_anew, 1, kind)
 
 
