@@ -22,8 +22,8 @@ from .local import run_local
 if TYPE_CHECKING:
     from .server import Server
 
-# gRPC writes to stderr what it finds worth knowing, as that a server it was connected to has ended. What of that matters,
-# our errors and our log tell; only its errors are let through, unless the user asks for more. It reads this when loaded.
+# gRPC writes news to stderr, as that a server it was connected to has ended. What matters of them is in our errors and
+# log; only gRPC's errors are let through, unless the user asks for more. It reads this as it loads.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 __all__ = ["Directory", "Entry", "Event", "Group", "Server", "Watch", "run_local"]

@@ -128,8 +128,8 @@ class Target : public std::enable_shared_from_this<Target> {
 
   // True if a signal, a flush or a close would wait: for asynchronous operations that are not over, or for the network.
   virtual bool busy() const = 0;
-  // True if an operation of so many bytes is faster when How::allocation is given.
-  virtual bool wants_allocation(std::uint64_t) const { return false; }
+  // True if an operation of so many bytes is faster when How::allocation is given; `lands`: an asynchronous read.
+  virtual bool wants_allocation(std::uint64_t /*nbytes*/, bool /*lands*/) const { return false; }
   // True if an operation was issued since the last flush.
   virtual bool unflushed() const = 0;
   virtual std::uint64_t nbytes() const = 0;

@@ -5,7 +5,7 @@
 
 namespace onesided::python {
 
-// No transport cares where so few bytes lie.
+// No transport cares where so few bytes lie, unless they are to land there later.
 inline constexpr std::uint64_t kNeverIdentified = 4096;
 
 inline std::optional<Signal> to_signal(nb::handle index, nb::handle add) {
@@ -39,8 +39,9 @@ inline How how(bool async_op, const Deadline& deadline, Buffer& buffer) {
 
 // The same with what can be known of the buffer's memory, where that makes a difference.
 inline const How& identified(const How& how, nb::handle object, std::uint64_t nbytes, const Target& target,
-                             std::optional<How>& better) {
-  if (nbytes <= kNeverIdentified || !target.wants_allocation(nbytes)) return how;
+                             std::optional<How>& better, bool reads = false) {
+  const bool lands = reads && how.async;
+  if ((nbytes <= kNeverIdentified && !lands) || !target.wants_allocation(nbytes, lands)) return how;
   better = how;
   identify(object, *better);
   return *better;
@@ -83,7 +84,7 @@ struct Get {
   template <class Owner>
   nb::object run_on(const std::shared_ptr<Owner>& owner, Target& target, std::uint64_t base = 0) const {
     std::optional<How> better;
-    const How& how = identified(options, buffer.object(), buffer.nbytes(), target, better);
+    const How& how = identified(options, buffer.object(), buffer.nbytes(), target, better, true);
     return run(options.async || buffer.nbytes() > kCopyUnderGil, owner,
                [&] { return target.read(buffer.data(), buffer.nbytes(), base + offset, how); });
   }

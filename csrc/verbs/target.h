@@ -27,7 +27,7 @@ class RdmaTarget final : public Target {
   void close(const Deadline& deadline) override;
 
   bool busy() const override { return unflushed_.load(std::memory_order_relaxed); }
-  bool wants_allocation(std::uint64_t nbytes) const override { return nbytes > Channel::kStaged; }
+  bool wants_allocation(std::uint64_t nbytes, bool lands) const override { return lands || nbytes > Channel::kStaged; }
   bool unflushed() const override { return unflushed_.load(std::memory_order_relaxed); }
   std::uint64_t nbytes() const override { return nbytes_; }
   std::uint32_t signals() const override { return reach_.signals; }

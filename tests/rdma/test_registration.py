@@ -63,6 +63,25 @@ def test_the_second_put_of_a_tensor_registers_nothing(alone, what: str) -> None:
     alone(once, what, devices=2)
 
 
+def small_reads(fake: FakeVerbs) -> None:
+    """What lands later lands in the array itself, which is registered once; what lands at once needs nothing."""
+    with windows(2, MIB) as (near, far):
+        far.array[:] = pattern(MIB)
+        landed = np.zeros(8, np.uint8)
+        before = registered(fake)
+        near.get(landed, 1, 16)
+        assert registered(fake) == before
+        works = [near.get(landed, 1, 8 * turn, async_op=True) for turn in range(40)]
+        for work in works:
+            work.wait(20)
+        assert registered(fake) == before + 2
+        same(landed, far.array[8 * 39 : 8 * 40])
+
+
+def test_small_reads_register_their_array_once(alone) -> None:
+    alone(small_reads, devices=2)
+
+
 class Owner:
     """Memory that tells, when it is freed, how many regions there are."""
 

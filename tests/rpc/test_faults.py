@@ -457,7 +457,7 @@ def test_fork_after_use(server: Server, spawn) -> None:
 
 @pytest.mark.parametrize("use", ["list", "publish", "close"])
 def test_interrupted_anywhere_it_still_closes(server: Server, spawn, use: str) -> None:
-    """Ctrl-C wherever the interpreter looks for signals: where a function of Python begins, and one of C has returned."""
+    """Ctrl-C wherever the interpreter looks for signals: as a Python function begins, or a C function returns."""
     child = spawn(
         """
         import gc
@@ -514,7 +514,7 @@ def test_grpc_keeps_its_news_to_itself(spawn, verbosity: str | None) -> None:
             sys.stdin.readline()
             os._exit(0)
             """,
-            "127.0.0.1:%d" % listener.getsockname()[1],
+            f"127.0.0.1:{listener.getsockname()[1]}",
             env=env if verbosity is None else {**env, "GRPC_VERBOSITY": verbosity},
         )
         first, _ = listener.accept()
