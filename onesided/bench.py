@@ -32,13 +32,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from . import _core
-from .errors import OnesidedError, Unsupported
+from .errors import DeadlineExceeded, OnesidedError, Unsupported
 from .perftest import Perftest
 from .rpc import Group, Server
 from .windows import Window
@@ -55,7 +56,9 @@ IN_FLIGHT = 128  # as of perftest
 LOOP_S = 6.0  # after so long, a loop gets no more rounds
 MOST = 20_000  # operations in a round
 PING_PONG_LIMIT = 64 << 10  # above, the latency of a put is the time until it is flushed, not half a round trip
-PATIENCE_S = 3600.0  # a rank that has ended is noticed sooner, and its peer may measure for minutes
+START_S = 120.0  # for both processes to be there
+PATIENCE_S = 3600.0  # for a rank that measures; one that has ended is noticed sooner
+SPINS = 1 << 30  # a minute or so, for an answer that comes in microseconds
 ONE_AT_A_TIME, COMPLETED, MANY = "one at a time", "completed", f"{IN_FLIGHT} in flight"
 SPIN_S = 1.0  # the waiter of a ping-pong spins, so that the signal is timed and not the scheduler
 
@@ -95,7 +98,7 @@ def run(op: str, transport: str, sizes: list[int], on_size: Callable[[int], None
         with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as child:
             try:
                 rows = list(_side(server.address, 0, op, transport, sizes, on_size))
-                child.wait(PATIENCE_S)
+                child.wait(START_S)
             finally:
                 child.kill()
     return rows
@@ -119,7 +122,7 @@ def _side(
     address: str, rank: int, op: str, transport: str, sizes: list[int], on_size: Callable[[int], None] | None
 ) -> Iterator[Row]:
     with (
-        Group.join(address, "bench", 2, rank=rank, timeout_s=PATIENCE_S) as group,
+        Group.join(address, "bench", 2, rank=rank, timeout_s=START_S) as group,
         Window.allocate(group, nbytes=max(8, *sizes), signals=1, transport=transport) as window,
     ):
         kind = str(window.describe()["transport"])
@@ -319,8 +322,11 @@ class _Measurement:
                 put(source, peer)
                 if flushes:
                     flush(peer)
-            while mine[last] != turn:
-                pass
+            for _ in repeat(None, SPINS):
+                if mine[last] == turn:
+                    break
+            else:
+                raise DeadlineExceeded("the other side of the ping-pong does not answer")
             if not self.leads:
                 put(source, peer)
                 if flushes:

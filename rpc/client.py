@@ -78,13 +78,13 @@ class _Published:
 class _Answer:
     """The answer to a request, which is sent when this is made. For one thread."""
 
-    def __init__(self, method: Any, request: Any, timeout_s: float, wait_for_ready: bool = True) -> None:
+    def __init__(self, method: Any, request: Any, timeout_s: float) -> None:
         self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._future: Any = None
         self._ended = False
 
         def send() -> None:
-            self._future = method.future(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
+            self._future = method.future(request, timeout=timeout_s, wait_for_ready=True)
             self._future.add_done_callback(self._done.put)
 
         try:
@@ -259,11 +259,8 @@ class Client:
         left_s = max(deadline_s - time.monotonic(), 0.0)
         if self.name or keeper is not None or self._doubtful:  # nothing was registered otherwise
             leave, request = self._methods["Leave"], pb.LeaveRequest(client_id=self.client_id)
-            try:
-                _Answer(leave, request, left_s, wait_for_ready=False).get()
-            except RuntimeError:  # no threads begin while the interpreter ends, and gRPC's futures need one
-                with contextlib.suppress(grpc.RpcError):
-                    leave(request, timeout=left_s)
+            try:  # not a future: that may need a new thread, and there are none while the interpreter ends
+                undisturbed(lambda: leave(request, timeout=left_s))
             except grpc.RpcError as error:
                 log.debug("goodbye to %s not taken: %s", self.address, error.details())
             finally:
@@ -335,7 +332,7 @@ class Client:
         """Whether a server is at the other end now. What gRPC has for it in public costs a thread that polls."""
         ask = getattr(getattr(self._channel, "_channel", None), "check_connectivity_state", None)
         try:
-            return ask is None or ask(False) == grpc.ChannelConnectivity.READY.value[0]
+            return ask is None or undisturbed(lambda: ask(False)) == grpc.ChannelConnectivity.READY.value[0]
         except ValueError:  # the channel was closed
             return False
 
@@ -367,10 +364,15 @@ class Client:
             if self._closed.is_set():
                 return
             if self._keeper is None:
-                self._keeper = threading.Thread(target=self._beat, name="onesided-heartbeat", daemon=True)
-                undisturbed(self._keeper.start)
+                undisturbed(self._start_keeper)
             elif sooner:
                 self._beats.put(None)
+
+    def _start_keeper(self) -> None:
+        if self._keeper is None:  # Ctrl-C may have ended the wait for an earlier start
+            keeper = threading.Thread(target=self._beat, name="onesided-heartbeat", daemon=True)
+            keeper.start()
+            self._keeper = keeper
 
     def _interval_s(self) -> float:
         leases = [published.lease_s for published in list(self._published.values())]
@@ -510,7 +512,7 @@ class _WatchReader:
         self._stopped.set()
         with self._lock:
             if self._stream is not None:
-                self._stream.cancel()
+                soon(self._stream.cancel)
             self._forget_patience()
 
     def run(self) -> None:

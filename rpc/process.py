@@ -11,6 +11,7 @@ at a SimpleQueue, which is whole by itself.
 
 import atexit
 import contextlib
+import logging
 import os
 import threading
 from _thread import start_new_thread  # unlike Thread.start, whole by itself
@@ -19,6 +20,8 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from onesided.errors import OnesidedError
+
+log = logging.getLogger("onesided.rpc")
 
 T = TypeVar("T")
 
@@ -67,7 +70,7 @@ def claim_grpc() -> None:
 
 def undisturbed(call: Callable[[], T]) -> T:
     """Returns what `call` returns, or raises what it raises; in the main thread, a signal's exception may end the wait
-    for it but never comes in its middle. `call` does not block."""
+    for it but never comes in its middle. `call` does not block for long: others may wait behind it."""
     if threading.current_thread() is not threading.main_thread():
         return call()
     outcome: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
@@ -80,26 +83,37 @@ def undisturbed(call: Callable[[], T]) -> T:
 
     soon(errand)
     value, error = outcome.get()
-    if error is not None:
-        raise error
-    return value  # type: ignore[no-any-return]
+    try:
+        if error is not None:
+            raise error
+        return value  # type: ignore[no-any-return]
+    finally:
+        del error  # its traceback holds this frame
 
 
 def soon(errand: Callable[[], object]) -> None:
-    """Has `errand` run, undisturbed, after those before it; does not wait. It neither blocks nor raises."""
+    """Has `errand` run, undisturbed, after those before it; does not wait for it."""
     global _errands
     if threading.current_thread() is not threading.main_thread():
         errand()
         return
     if _errands is None:
-        _errands = SimpleQueue()
-        start_new_thread(_run_errands, (_errands,))
+        errands: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        try:
+            start_new_thread(_run_errands, (errands,))
+        except RuntimeError:  # no threads begin: the interpreter ends, or there are too many
+            errand()
+            return
+        _errands = errands
     _errands.put(errand)
 
 
 def _run_errands(errands: "SimpleQueue[Callable[[], object]]") -> None:
     while True:
-        errands.get()()
+        try:
+            errands.get()()
+        except Exception:
+            log.exception("an errand for the main thread failed")
 
 
 class Flag:

@@ -142,9 +142,12 @@ class _LoopThread:
             value, error = outcome.get(timeout=timeout_s)
         except Empty:
             raise TimeoutError(f"the control plane of this process is stuck for {timeout_s:g} s") from None
-        if error is not None:
-            raise error
-        return value  # type: ignore[no-any-return]
+        try:
+            if error is not None:
+                raise error
+            return value  # type: ignore[no-any-return]
+        finally:
+            del error  # its traceback holds this frame
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)

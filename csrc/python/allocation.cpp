@@ -79,7 +79,7 @@ void identify(nb::handle object, How& how) {
     while (is_named(Py_TYPE(owner.ptr()), "numpy.ndarray")) {
       nb::object base = owner.attr("base");
       if (base.is_none()) {
-        const auto data = nb::cast<std::uintptr_t>(owner.attr("ctypes").attr("data"));
+        const auto data = nb::cast<std::uintptr_t>(owner.attr("__array_interface__")["data"][0]);
         how.allocation =
             allocation_of(owner, reinterpret_cast<void*>(data), nb::cast<std::uint64_t>(owner.attr("nbytes")));
         return;
@@ -88,7 +88,8 @@ void identify(nb::handle object, How& how) {
     }
     while (PyMemoryView_Check(owner.ptr())) owner = nb::borrow(owner.attr("obj"));
     if (owner.type().is(memory_type) || owner.type().is(view_type)) identify(owner, how);
-  } catch (const nb::python_error&) {
+  } catch (const nb::python_error& error) {
+    if (!error.matches(PyExc_Exception)) throw;  // Ctrl-C
     // Something else that looks like a tensor: it is registered for each operation.
   } catch (const nb::cast_error&) {
   }

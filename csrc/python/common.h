@@ -66,7 +66,7 @@ class Settling {
   Settling() : outer_(here_) { here_ = true; }
   ~Settling() {
     here_ = outer_;
-    if (!outer_) release_kept_objects();
+    take_gil(release_kept_objects);  // it is held, but what is released may run Python, which gives it away for a while
   }
   Settling(const Settling&) = delete;
   Settling& operator=(const Settling&) = delete;

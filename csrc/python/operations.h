@@ -37,13 +37,21 @@ inline How how(bool async_op, const Deadline& deadline, Buffer& buffer) {
   return how;
 }
 
-// The same with what can be known of the buffer's memory, where that makes a difference.
-inline const How& identified(const How& how, nb::handle object, std::uint64_t nbytes, const Target& target,
-                             std::optional<How>& better, bool reads = false) {
-  const bool lands = reads && how.async;
-  if ((nbytes <= kNeverIdentified && !lands) || !target.wants_allocation(nbytes, lands)) return how;
+// For so few bytes of an allocation that is larger, they are registered alone.
+inline constexpr std::uint64_t kLargeForFew = 1 << 20;
+
+// The same with what can be known of the buffer's memory, where that makes a difference. Finding out runs Python, which may close
+// `owner` and let go of it: it is held in `alive` from before.
+template <class Owner>
+const How& identified(const How& how, nb::handle object, std::uint64_t nbytes, const std::shared_ptr<Owner>& owner,
+                      const Target& target, std::optional<How>& better, std::shared_ptr<Owner>& alive,
+                      bool reads = false) {
+  const bool few = nbytes <= kNeverIdentified, lands = reads && how.async;
+  if ((few && !lands) || !target.wants_allocation(nbytes, lands)) return how;
+  alive = owner;
   better = how;
   identify(object, *better);
+  if (few && better->allocation != nullptr && better->allocation->nbytes() > kLargeForFew) better->allocation = nullptr;
   return *better;
 }
 
@@ -65,8 +73,9 @@ struct Put {
   template <class Owner>
   nb::object run_on(const std::shared_ptr<Owner>& owner, Target& target, std::uint64_t base = 0) const {
     std::optional<How> better;
-    const How& how = identified(options, buffer.object(), buffer.nbytes(), target, better);
-    return run(options.async || buffer.nbytes() > kCopyUnderGil || (then && target.busy()), owner,
+    std::shared_ptr<Owner> alive;
+    const How& how = identified(options, buffer.object(), buffer.nbytes(), owner, target, better, alive);
+    return run(options.async || buffer.nbytes() > kCopyUnderGil || (then && target.busy()), alive ? alive : owner,
                [&] { return target.write(buffer.data(), buffer.nbytes(), base + offset, then, how); });
   }
 };
@@ -84,8 +93,9 @@ struct Get {
   template <class Owner>
   nb::object run_on(const std::shared_ptr<Owner>& owner, Target& target, std::uint64_t base = 0) const {
     std::optional<How> better;
-    const How& how = identified(options, buffer.object(), buffer.nbytes(), target, better, true);
-    return run(options.async || buffer.nbytes() > kCopyUnderGil, owner,
+    std::shared_ptr<Owner> alive;
+    const How& how = identified(options, buffer.object(), buffer.nbytes(), owner, target, better, alive, true);
+    return run(options.async || buffer.nbytes() > kCopyUnderGil, alive ? alive : owner,
                [&] { return target.read(buffer.data(), buffer.nbytes(), base + offset, how); });
   }
 };

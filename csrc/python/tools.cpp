@@ -16,9 +16,10 @@ unsigned to_iterations(nb::handle value) {
 }
 
 // As an operation of Python would tell it of its buffer.
-How known_of(Window& window, const char* operation, unsigned peer, const Buffer& buffer) {
+How known_of(const std::shared_ptr<Window>& window, const char* operation, unsigned peer, const Buffer& buffer) {
   std::optional<How> better;
-  return identified(How{}, buffer.object(), buffer.nbytes(), window.target(operation, peer), better);
+  std::shared_ptr<Window> alive;
+  return identified(How{}, buffer.object(), buffer.nbytes(), window, window->target(operation, peer), better, alive);
 }
 
 void register_bench(nb::module_& m) {
@@ -28,7 +29,7 @@ void register_bench(nb::module_& m) {
         const auto core = window_of(window);
         Buffer buffer(source, kSource, false);
         const unsigned rounds = to_iterations(iterations);
-        const How how = known_of(*core, "put", peer, buffer);
+        const How how = known_of(core, "put", peer, buffer);
         Blocking blocking;
         return bench_put(*core, peer, buffer.data(), buffer.nbytes(), how, rounds);
       },
@@ -40,7 +41,7 @@ void register_bench(nb::module_& m) {
         const auto core = window_of(window);
         Buffer buffer(destination, kDestination, true);
         const unsigned rounds = to_iterations(iterations);
-        const How how = known_of(*core, "get", peer, buffer);
+        const How how = known_of(core, "get", peer, buffer);
         Blocking blocking;
         return bench_get(*core, peer, buffer.data(), buffer.nbytes(), how, rounds);
       },
@@ -62,7 +63,7 @@ void register_bench(nb::module_& m) {
         const auto core = window_of(window);
         Buffer buffer(source, kSource, true);
         const unsigned rounds = to_iterations(iterations);
-        const How how = known_of(*core, "put", peer, buffer);
+        const How how = known_of(core, "put", peer, buffer);
         Blocking blocking;
         return bench_put_latency(*core, peer, buffer.data(), buffer.nbytes(), how, rounds, first, flushes);
       },
@@ -77,7 +78,7 @@ void register_bench(nb::module_& m) {
         Buffer buffer(source, kSource, false);
         const unsigned rounds = to_iterations(iterations);
         const std::uint64_t count = to_u64(already, "already");
-        const How how = known_of(*core, "put", peer, buffer);
+        const How how = known_of(core, "put", peer, buffer);
         Blocking blocking;
         return bench_signal_latency(*core, peer, buffer.data(), buffer.nbytes(), how, rounds, first, count);
       },

@@ -13,6 +13,9 @@ nb::object to_python(const std::shared_ptr<Work>& work) {
   return nb::cast(work);
 }
 
+// A Work is held by the call of its method.
+static const std::shared_ptr<Work> kByItsCaller;
+
 void register_work(nb::module_& m) {
   nb::class_<Work>(m, "Work", R"(An operation that was started.
 
@@ -21,7 +24,7 @@ source, its window and its connection alive until then. It may be used from any 
       .def(
           "done",
           [](Work& work) {
-            Settling settling;
+            BlockingIfItWaits<Work> blocking(kByItsCaller);
             return work.done();
           },
           nb::sig("def done(self) -> bool"), "True if the operation succeeded or failed. Never blocks.")
@@ -29,11 +32,7 @@ source, its window and its connection alive until then. It may be used from any 
           "wait",
           [](Work& work, nb::handle timeout_s) {
             const Deadline deadline = to_deadline(timeout_s);
-            {
-              Settling settling;
-              if (work.done() && !work.error()) return;  // no need to let go of the GIL
-            }
-            Blocking blocking;
+            BlockingIfItWaits<Work> blocking(kByItsCaller);
             work.wait(deadline);
           },
           nb::arg("timeout_s").none() = nb::none(), nb::sig("def wait(self, timeout_s: float | None = None) -> None"),
@@ -45,8 +44,11 @@ Ctrl-C ends the wait, not the operation. To look without cancelling, use done().
       .def(
           "exception",
           [](Work& work) -> nb::object {
-            Settling settling;
-            const auto error = work.error();
+            std::optional<Error> error;
+            {
+              BlockingIfItWaits<Work> blocking(kByItsCaller);
+              error = work.error();
+            }
             return error ? python_error_of(*error) : nb::none();
           },
           nb::sig("def exception(self) -> onesided.errors.OnesidedError | None"),

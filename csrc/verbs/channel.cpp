@@ -540,7 +540,7 @@ Channel::Slot::Slot(Channel& channel, const Deadline& deadline) : channel_(chann
     return true;
   };
   if (!channel.slot_freed_.await(take, deadline)) {
-    fail(ErrorKind::DeadlineExceeded, "the deadline passed: ", kSlots, " reads and atomics are under way to ",
+    fail(ErrorKind::DeadlineExceeded, "the deadline passed: ", kSlots - 1, " reads and atomics are under way to ",
          channel.peer_);
   }
 }
@@ -685,7 +685,8 @@ bool Channel::sleep(std::chrono::nanoseconds at_most) {
 
 // ---- The end --------------------------------------------------------------------------------------------------------
 
-void Channel::end(ErrorKind kind, const std::string& cause) {
+void Channel::end(ErrorKind kind, const std::string& cause, bool completions_come) {
+  BlockingHook::before_waiting();
   std::lock_guard ending(end_mutex_);
   if (ended()) return;
   {
@@ -706,7 +707,7 @@ void Channel::end(ErrorKind kind, const std::string& cause) {
       api().modify_qp(lane->pair, &attr, IBV_QP_STATE);
     }
     // What was under way is flushed in order. A marker behind it tells when that is over, and so what had succeeded before.
-    const Deadline patience = Deadline::after(2);
+    const Deadline patience = Deadline::after(completions_come ? 2 : 0);
     for (std::size_t index = 0; index < lanes_.size(); ++index) {
       Lane& lane = *lanes_[index];
       if (lane.pair == nullptr || lane.posted == lane.completed.load()) continue;
@@ -717,7 +718,7 @@ void Channel::end(ErrorKind kind, const std::string& cause) {
       request.wr_id = lane.posted + 1;
       ibv_send_wr* refused = nullptr;
       if (::ibv_post_send(lane.pair, &request, &refused) != 0) continue;
-      while (!lane.flushed && !patience.passed()) {
+      do {
         ibv_wc completions[kBatch];
         const int count = ::ibv_poll_cq(lane.queue, kBatch, completions);
         for (int i = 0; i < count; ++i) {
@@ -730,7 +731,7 @@ void Channel::end(ErrorKind kind, const std::string& cause) {
         }
         if (count < 0) break;
         if (count == 0) yield_cpu();
-      }
+      } while (!lane.flushed && !patience.passed());
     }
     // A queue pair that is gone reads and writes nothing, whether its flush was seen or not.
     destroy_queues();

@@ -220,8 +220,9 @@ class Channel {
   Error error_for(const char* what, const Ticket& first, const Ticket& last) const;
 
   // The end of this generation: no source is read and no destination is written any more when it returns. `kind` and
-  // `cause` are told to everybody whose operation was not complete; the first call decides.
-  void end(ErrorKind kind, const std::string& cause);
+  // `cause` are told to everybody whose operation was not complete; the first call decides. Waits for the flush of what was
+  // under way, unless no completions come any more.
+  void end(ErrorKind kind, const std::string& cause, bool completions_come = true);
   bool uses(const ibv_qp* pair) const;
   bool uses(const ibv_cq* queue) const;
   bool uses(const ibv_context* context, int port) const;

@@ -190,13 +190,13 @@ void RdmaConnection::lose_peer(const std::string& reason) {
 }
 
 void RdmaConnection::end_channels(ErrorKind kind, const std::string& cause,
-                                  const std::function<bool(const Channel&)>& which) {
+                                  const std::function<bool(const Channel&)>& which, bool completions_come) {
   std::shared_ptr<Channel> ended;
   {
     std::lock_guard lock(channels_mutex_);
     if (!channels_.empty() && !channels_.back()->ended() && which(*channels_.back())) ended = channels_.back();
   }
-  if (ended != nullptr) ended->end(kind, cause);
+  if (ended != nullptr) ended->end(kind, cause, completions_come);
 }
 
 // ---- Generations ----------------------------------------------------------------------------------------------------

@@ -44,7 +44,8 @@ class RdmaConnection final : public Connection, public std::enable_shared_from_t
   net::FramedSocket& socket() { return *socket_; }
   void hear(const Message& message);
   void lose_peer(const std::string& reason);
-  void end_channels(ErrorKind kind, const std::string& cause, const std::function<bool(const Channel&)>& which);
+  void end_channels(ErrorKind kind, const std::string& cause, const std::function<bool(const Channel&)>& which,
+                    bool completions_come = true);
   // Whether there is something left to finish; tries to.
   bool finish_revocations();
 

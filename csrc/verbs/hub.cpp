@@ -500,15 +500,17 @@ void Hub::report(Device& device) {
     const char* const what = meaning(type);
     if (what == nullptr) continue;
     const std::string cause = text(device.name(), type == IBV_EVENT_PORT_ERR ? text(":", port) : "", ": ", what);
+    const auto concerned = [&](const Channel& channel) {
+      switch (type) {
+        case IBV_EVENT_CQ_ERR: return channel.uses(queue);
+        case IBV_EVENT_PORT_ERR: return channel.uses(device.context(), port);
+        case IBV_EVENT_DEVICE_FATAL: return channel.uses(device.context(), 0);
+        default: return channel.uses(pair);
+      }
+    };
+    const bool completions_come = type != IBV_EVENT_CQ_ERR && type != IBV_EVENT_DEVICE_FATAL;
     for (const auto& connection : connections()) {
-      connection->end_channels(ErrorKind::ConnectionLost, cause, [&](const Channel& channel) {
-        switch (type) {
-          case IBV_EVENT_CQ_ERR: return channel.uses(queue);
-          case IBV_EVENT_PORT_ERR: return channel.uses(device.context(), port);
-          case IBV_EVENT_DEVICE_FATAL: return channel.uses(device.context(), 0);
-          default: return channel.uses(pair);
-        }
-      });
+      connection->end_channels(ErrorKind::ConnectionLost, cause, concerned, completions_come);
     }
     wake_waiters();
   }
