@@ -10,7 +10,7 @@ import pytest
 from fake_verbs import Device, FakeVerbs, connected, windows
 from harness import pattern, raises, same, wait_until
 
-from onesided import RdmaTransport, RegistrationError
+from onesided import RdmaTransport, RegistrationError, StaleHandle, Window
 
 MIB = 1 << 20
 
@@ -80,6 +80,28 @@ def small_reads(fake: FakeVerbs) -> None:
 
 def test_small_reads_register_their_array_once(alone) -> None:
     alone(small_reads, devices=2)
+
+
+def closed_meanwhile(fake: FakeVerbs) -> None:
+    """What a tensor says of its memory may be code of the caller, and may close the very window of the operation."""
+    import torch
+
+    for operation in ("put", "get"):
+        with windows(2, MIB) as (near, _):
+
+            class Closing(torch.Tensor):
+                def untyped_storage(self, near: Window = near) -> torch.UntypedStorage:
+                    near.close()
+                    gc.collect()
+                    return torch.UntypedStorage(1)
+
+            tensor = torch.zeros(MIB, dtype=torch.uint8).as_subclass(Closing)
+            with raises(StaleHandle, "closed"):
+                getattr(near, operation)(tensor, 1)
+
+
+def test_a_window_that_its_tensor_closes(alone) -> None:
+    alone(closed_meanwhile, devices=1)
 
 
 class Owner:
