@@ -343,7 +343,7 @@ def test_attach_to_a_stale_record(directory: Directory, kind: Kind) -> None:
     window.close()
     directory.publish("stale", record)
     with pytest.raises(StaleHandle, match="'stale'"):
-        Window.attach(directory, "stale", timeout_s=0.2)
+        Window.attach(directory, "stale", timeout_s=2)  # all of it: a restarted owner is looked for
     directory.withdraw("stale")
 
 
