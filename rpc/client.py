@@ -257,15 +257,14 @@ class Client:
         if self._entries_lock.acquire(timeout=patience_s):  # what is being put back comes before the goodbye
             self._entries_lock.release()
         left_s = max(deadline_s - time.monotonic(), 0.0)
-        if self.name or keeper is not None or self._doubtful:  # nothing was registered otherwise
-            leave, request = self._methods["Leave"], pb.LeaveRequest(client_id=self.client_id)
-            try:  # not a future: that may need a new thread, and there are none while the interpreter ends
+        try:
+            if self.name or keeper is not None or self._doubtful:  # nothing was registered otherwise
+                leave, request = self._methods["Leave"], pb.LeaveRequest(client_id=self.client_id)
+                # Not a future: that may need a new thread, and there are none while the interpreter ends.
                 undisturbed(lambda: leave(request, timeout=left_s))
-            except grpc.RpcError as error:
-                log.debug("goodbye to %s not taken: %s", self.address, error.details())
-            finally:
-                undisturbed(self._channel.close)
-        else:
+        except grpc.RpcError as error:
+            log.debug("goodbye to %s not taken: %s", self.address, error.details())
+        finally:
             undisturbed(self._channel.close)
         if keeper is not None and keeper is not threading.current_thread():
             keeper.join(max(deadline_s - time.monotonic(), 0.0))

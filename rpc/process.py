@@ -17,7 +17,7 @@ import threading
 from _thread import start_new_thread  # unlike Thread.start, whole by itself
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from onesided.errors import OnesidedError
 
@@ -73,22 +73,41 @@ def undisturbed(call: Callable[[], T]) -> T:
     for it but never comes in its middle. `call` does not block for long: others may wait behind it."""
     if threading.current_thread() is not threading.main_thread():
         return call()
-    outcome: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+    outcome: Outcome[T] = Outcome()
 
     def errand() -> None:
         try:
-            outcome.put((call(), None))
+            outcome.returned(call())
         except BaseException as error:  # noqa: BLE001  # raised below
-            outcome.put((None, error))
+            outcome.raised(error)
 
     soon(errand)
-    value, error = outcome.get()
-    try:
-        if error is not None:
-            raise error
-        return value  # type: ignore[no-any-return]
-    finally:
-        del error  # its traceback holds this frame
+    return outcome.get()
+
+
+class Outcome(Generic[T]):
+    """What one thread returned or raised, for another that waits for it: a future that is whole by itself."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+
+    def returned(self, value: T) -> None:
+        """It has returned."""
+        self._queue.put((value, None))
+
+    def raised(self, error: BaseException) -> None:
+        """It has raised."""
+        self._queue.put((None, error))
+
+    def get(self, timeout_s: float | None = None) -> T:
+        """Waits, then returns the value or raises the error; queue.Empty after `timeout_s`."""
+        value, error = self._queue.get(timeout=timeout_s)
+        try:
+            if error is not None:
+                raise error
+            return value  # type: ignore[no-any-return]
+        finally:
+            del error  # its traceback holds this frame
 
 
 def soon(errand: Callable[[], object]) -> None:

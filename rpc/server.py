@@ -9,7 +9,7 @@ import functools
 import logging
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from queue import Empty, SimpleQueue
+from queue import Empty
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from onesided.errors import OnesidedError, StaleHandle
 from . import address as addresses
 from . import limits
 from .catalog import Entry
-from .process import ForkGuard, claim_grpc, close_at_exit, forget, undisturbed
+from .process import ForkGuard, Outcome, claim_grpc, close_at_exit, forget, undisturbed
 from .state import ControlState
 from .status import MARK, to_status
 from .timing import Ticket
@@ -129,25 +129,19 @@ class _LoopThread:
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Runs `work` on the loop and waits for it. Raises what it raises, or TimeoutError."""
-        outcome: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()  # see process.py why no future of Python
+        outcome: Outcome[T] = Outcome()
 
         async def run() -> None:
             try:
-                outcome.put((await work, None))
+                outcome.returned(await work)
             except BaseException as error:  # noqa: BLE001  # raised below
-                outcome.put((None, error))
+                outcome.raised(error)
 
         self._loop.call_soon_threadsafe(self._begin, run())
         try:
-            value, error = outcome.get(timeout=timeout_s)
+            return outcome.get(timeout_s)
         except Empty:
             raise TimeoutError(f"the control plane of this process is stuck for {timeout_s:g} s") from None
-        try:
-            if error is not None:
-                raise error
-            return value  # type: ignore[no-any-return]
-        finally:
-            del error  # its traceback holds this frame
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)

@@ -62,7 +62,6 @@ USES: dict[str, tuple[bool, Callable[[Stage], object]]] = {
 # Their Ctrl-C ends the wait and not the operations: each has its Work, or has left its source behind.
 GO_ON = ["work.wait", "close", "close of the owner", "connect", *(use for use in USES if "back-pressure" in use)]
 
-# Why these are expected to fail for now.
 ATOMICS = ("fetch_add", "compare_swap")
 
 
