@@ -51,13 +51,14 @@ ROUNDS = 9
 ROUND_S = {"shm": 0.02}  # a round of one kind of loop lasts about this long
 OTHER_ROUND_S = 0.4  # on other kinds of transport, where the device has to come up to speed
 LONG = 10  # after a round that took so many times as long, the next is to last as long as it should
-PERFTEST_EVERY = 2  # rounds: starting it takes a second
 IN_FLIGHT = 128  # as of perftest
+PERFTEST_LATENCIES = 4  # starting it takes a second
 LOOP_S = 6.0  # after so long, a loop gets no more rounds
 MOST = 20_000  # operations in a round
 PING_PONG_LIMIT = 64 << 10  # above, the latency of a put is the time until it is flushed, not half a round trip
 START_S = 120.0  # for both processes to be there
 PATIENCE_S = 3600.0  # for a rank that measures; one that has ended is noticed sooner
+PAGE = 4096
 SPINS = 1 << 30  # a minute or so, for an answer that comes in microseconds
 ONE_AT_A_TIME, COMPLETED, MANY = "one at a time", "completed", f"{IN_FLIGHT} in flight"
 SPIN_S = 1.0  # the waiter of a ping-pong spins, so that the signal is timed and not the scheduler
@@ -144,9 +145,7 @@ class _Measurement:
         self.peer = 1 - group.rank
         self.round_s = ROUND_S.get(kind, OTHER_ROUND_S)
         self.perftest = perftest
-        self.source = np.full(max(size, 8), group.rank + 1, np.uint8)[:size]
-        self.private = np.full(size, 7, np.uint8)
-        self.target = np.full(size, 7, np.uint8)
+        self.source, self.private, self.target = (filled(size, byte) for byte in (group.rank + 1, 7, 7))
 
     def rows(self) -> Iterator[Row]:
         loops = self._loops()
@@ -157,13 +156,13 @@ class _Measurement:
         run = loops if self.leads or both else {}
         paces = {key: _Pace(self, self._count(loop, both), both) for key, loop in run.items()}
         memcpy_count = max(1, min(100_000, int(self.round_s / max(self._memcpy(1), 1e-9)))) if self.leads else 1
-        for turn in range(ROUNDS):
+        for _ in range(ROUNDS):
             if self.leads and self.kind == "shm":
                 limits.setdefault("bandwidth", []).append(self._memcpy(memcpy_count))
             for key, loop in run.items():
                 if count := paces[key].next():
                     seconds[key].append(paces[key].took(loop(count)))
-            if self.perftest is not None and turn % PERFTEST_EVERY == 0:
+            if self.perftest is not None:
                 self._run_perftest(self.perftest, {key[1]: seconds[key][-1] for key in loops}, limits)
         latency = {key: self._latency(*key, statistics.median(seconds[key] or [0.0])) for key in loops}
         if not self.leads:
@@ -171,7 +170,7 @@ class _Measurement:
         if self.perftest is not None and self._has_latency_limit():
             first = latency["python", ONE_AT_A_TIME]
             limits[ONE_AT_A_TIME] = [
-                self.perftest.latency_s(self.op, self.size, first) for _ in range(ROUNDS // PERFTEST_EVERY)
+                self.perftest.latency_s(self.op, self.size, first) for _ in range(PERFTEST_LATENCIES)
             ]
         gbps_limit = self._gbps(statistics.median(limits["bandwidth"])) if limits.get("bandwidth") else None
         for api, mode in loops:
@@ -376,6 +375,12 @@ class _Pace:
         if seconds > LONG * round_s:
             self.count = max(1, int(self.count * round_s / seconds))
         return each_s
+
+
+def filled(nbytes: int, byte: int) -> Any:
+    """An array of bytes that begins with a page, as perftest's do, so that both move as many pages."""
+    array = np.full(nbytes + PAGE, byte, np.uint8)
+    return array[-array.ctypes.data % PAGE :][:nbytes]
 
 
 def words(array: Any) -> memoryview:

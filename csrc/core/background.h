@@ -3,8 +3,6 @@
 
 #include <atomic>
 #include <mutex>
-#include <system_error>
-#include <thread>
 
 #include "core/error.h"
 #include "core/process.h"
@@ -34,12 +32,11 @@ Kind& background() {
   auto* const made = new Made;
   unsigned started = 0;
   try {
-    for (; started < Kind::kThreads; ++started) std::thread([made] { made->kind.run(); }).detach();
-  } catch (const std::system_error& error) {
+    for (; started < Kind::kThreads; ++started) start_thread([made] { made->kind.run(); }).detach();
+  } catch (const Error&) {
     if (started == 0) {
       delete made;
-      fail(ErrorKind::Onesided, "cannot start a thread: ", error.what(),
-           " (ulimit -u, or the pids limit of the control group)");
+      throw;
     }
   }
   present.store(made);

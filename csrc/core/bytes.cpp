@@ -27,6 +27,12 @@ std::uint32_t crc32(std::string_view bytes) {
   return ~crc;
 }
 
+bool same_secret(const Token& one, const Token& other) {
+  unsigned differences = 0;
+  for (std::size_t i = 0; i < one.size(); ++i) differences |= one[i] ^ other[i];
+  return differences == 0;
+}
+
 std::string hex(const Token& token) {
   static constexpr char digits[] = "0123456789abcdef";
   std::string out;

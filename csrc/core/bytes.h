@@ -15,6 +15,8 @@ using Token = std::array<std::uint8_t, 16>;
 
 // 16 bytes from the kernel's random number generator.
 Token random_token();
+// Takes equally long wherever the first difference is, so that nobody finds a secret byte by byte.
+bool same_secret(const Token& one, const Token& other);
 // CRC-32 (ISO-HDLC, as in zlib): finds every flipped bit and every burst of up to 32.
 std::uint32_t crc32(std::string_view bytes);
 std::string hex(const Token& token);

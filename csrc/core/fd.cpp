@@ -1,10 +1,13 @@
 #include "core/fd.h"
 
 #include <poll.h>
+#include <sys/epoll.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <chrono>
 
+#include "core/error.h"
 #include "core/event.h"
 #include "core/process.h"
 
@@ -13,6 +16,13 @@ namespace onesided {
 void Fd::reset(int fd) {
   if (fd_ >= 0) ::close(fd_);
   fd_ = fd;
+}
+
+void add_to_epoll(int epoll, int fd, std::uint32_t events) {
+  epoll_event event{};
+  event.events = events;
+  event.data.fd = fd;
+  if (::epoll_ctl(epoll, EPOLL_CTL_ADD, fd, &event) != 0) fail_errno(ErrorKind::Onesided, errno, "epoll_ctl failed");
 }
 
 bool wait_for(int fd, short events, const Deadline& deadline) {

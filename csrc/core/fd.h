@@ -1,6 +1,8 @@
 // File descriptors: owned, and waited for.
 #pragma once
 
+#include <cstdint>
+
 #include "core/deadline.h"
 
 namespace onesided {
@@ -29,6 +31,9 @@ class Fd {
  private:
   int fd_ = -1;
 };
+
+// Has epoll_wait() report `events` of `fd`, and its number.
+void add_to_epoll(int epoll, int fd, std::uint32_t events);
 
 // Waits until poll() reports one of `events` (or an error) on `fd`; false at the deadline. Throws what an interrupt throws.
 bool wait_for(int fd, short events, const Deadline& deadline);

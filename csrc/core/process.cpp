@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <system_error>
 #include <vector>
 
 #include "core/error.h"
@@ -76,6 +77,15 @@ void forget_in_forked_child(int fd) {
 void hold_over_fork(std::mutex& mutex) {
   std::lock_guard lock(inherited().mutex);
   inherited().held.push_back(&mutex);
+}
+
+std::thread start_thread(std::function<void()> run) {
+  try {
+    return std::thread(std::move(run));
+  } catch (const std::system_error& error) {
+    fail(ErrorKind::Onesided, "cannot start a thread: ", error.what(),
+         " (ulimit -u, or the pids limit of the control group)");
+  }
 }
 
 unsigned usable_processors() {

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <mutex>
+#include <thread>
 
 namespace onesided {
 
@@ -20,6 +22,9 @@ void forget_in_forked_child(int fd);
 // A mutex of the process's own: nobody holds it at the moment of a fork, so that the child can use what it guards. It must
 // live for ever, and no other such mutex may be taken while it is held.
 void hold_over_fork(std::mutex& mutex);
+
+// A thread of the data plane's own. OnesidedError if there can be none.
+std::thread start_thread(std::function<void()> run);
 
 // Processors that this process may run on, at least 1.
 unsigned usable_processors();

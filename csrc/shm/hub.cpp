@@ -16,16 +16,6 @@
 #include "shm/connection.h"
 
 namespace onesided::shm {
-namespace {
-
-void add_to_epoll(int epoll, int fd, std::uint32_t events) {
-  epoll_event event{};
-  event.events = events;
-  event.data.fd = fd;
-  if (::epoll_ctl(epoll, EPOLL_CTL_ADD, fd, &event) != 0) fail_errno(ErrorKind::Onesided, errno, "epoll_ctl failed");
-}
-
-}  // namespace
 
 Token host_token() {
   // boot_id is a UUID as text; the network namespace decides who can see an abstract socket.
@@ -42,8 +32,7 @@ Token host_token() {
 }
 
 Hub::Hub()
-    : made_in_(fork_generation()),
-      counters_(counters_for("shm", "")),
+    : Registry(TransportKind::Shm),
       address_("onesided-" + hex(random_token())),
       listener_(listen_on(address_)),
       epoll_(::epoll_create1(EPOLL_CLOEXEC)),
@@ -62,16 +51,7 @@ Hub::~Hub() {
 
 void Hub::start() {
   close_in_forked_child(listener_.get());
-  thread_ = std::thread([this] { run(); });
-}
-
-void Hub::retire() {
-  std::lock_guard lock(mutex_);
-  retired_ = true;
-}
-
-void Hub::check_not_retired() const {
-  if (retired_) fail(ErrorKind::StaleHandle, "this transport is closed");
+  thread_ = start_thread([this] { run(); });
 }
 
 void Hub::stop() {
@@ -86,49 +66,6 @@ void Hub::stop() {
   listener_.reset();
   for (auto& [fd, peer] : incoming_) forget_in_forked_child(fd);
   incoming_.clear();
-}
-
-void Hub::check_usable(const char* what) const {
-  check_not_forked(made_in_, what);
-  if (stopped()) fail(ErrorKind::StaleHandle, what, " is closed");
-}
-
-Endpoint Hub::bind(bool shared) {
-  std::lock_guard lock(mutex_);
-  check_not_retired();
-  if (shared && shared_endpoint_) return *shared_endpoint_;
-  const std::uint64_t id = next_id_++;
-  const Token secret = random_token();
-  bound_[id] = {secret, shared};
-  const Endpoint endpoint{
-      TransportKind::Shm, shared, token_, host_token(), id, secret, static_cast<std::uint32_t>(::getpid()), address_};
-  if (shared) shared_endpoint_ = endpoint;
-  return endpoint;
-}
-
-std::uint64_t Hub::next_memory_id() {
-  std::lock_guard lock(mutex_);
-  return next_id_++;
-}
-
-void Hub::list(ShmMemory* memory) {
-  std::lock_guard lock(mutex_);
-  check_not_retired();
-  memories_[memory->id()] = memory;
-}
-
-void Hub::withdraw(std::uint64_t memory_id) {
-  std::lock_guard lock(mutex_);
-  memories_.erase(memory_id);
-}
-
-std::vector<std::shared_ptr<ShmMemory>> Hub::memories() {
-  std::lock_guard lock(mutex_);
-  std::vector<std::shared_ptr<ShmMemory>> alive;
-  for (const auto& [id, memory] : memories_) {
-    if (auto shared = memory->weak_from_this().lock()) alive.push_back(std::move(shared));
-  }
-  return alive;
 }
 
 void Hub::watch(const std::shared_ptr<ShmConnection>& connection, int socket, int pidfd) {
@@ -161,11 +98,6 @@ std::vector<std::shared_ptr<ShmConnection>> Hub::connections() {
   std::sort(alive.begin(), alive.end());
   alive.erase(std::unique(alive.begin(), alive.end()), alive.end());
   return alive;
-}
-
-void Hub::wake_waiters() {
-  std::lock_guard lock(mutex_);
-  for (const auto& [id, memory] : memories_) memory->control().event().notify();
 }
 
 std::string Hub::name_of_holder(int socket) const {
@@ -249,7 +181,10 @@ Reply Hub::answer(Incoming& peer, const Request& request, std::vector<int>& fds,
   reply.request_id = request.request_id;
   try {
     switch (request.type) {
-      case Request::Type::Hello: greet(peer, request); break;
+      case Request::Type::Hello:
+        check_greeting(request.id, request.token);
+        peer.greeted = true;
+        break;
       case Request::Type::Attach: open_memory(peer, request, reply, fds, keep_open); break;
       case Request::Type::Detach: free_slot(request.id, request.slot, peer.socket.get()); break;
       case Request::Type::GiveUp:
@@ -268,48 +203,35 @@ Reply Hub::answer(Incoming& peer, const Request& request, std::vector<int>& fds,
 }
 
 void Hub::free_slot(std::uint64_t memory_id, std::uint32_t slot, int socket) {
-  if (const auto memory = memories_.find(memory_id); memory != memories_.end()) memory->second->free_slot(slot, socket);
-}
-
-void Hub::greet(Incoming& peer, const Request& request) {
-  const auto bound = bound_.find(request.id);
-  if (bound == bound_.end()) {
-    fail(ErrorKind::StaleHandle, "connect: this endpoint was used already, or its transport was made anew");
-  }
-  if (bound->second.secret != request.token) fail(ErrorKind::Handle, "connect: this endpoint's secret is wrong");
-  if (!bound->second.shared) bound_.erase(bound);
-  peer.greeted = true;
+  if (const auto memory = listed().find(memory_id); memory != listed().end()) memory->second->free_slot(slot, socket);
 }
 
 void Hub::open_memory(Incoming& peer, const Request& request, Reply& reply, std::vector<int>& fds, Fd& keep_open) {
   if (!peer.greeted) fail(ErrorKind::RemoteAccess, "attach: not connected");
-  const auto found = memories_.find(request.id);
-  ShmMemory* const memory = found == memories_.end() ? nullptr : found->second;
-  if (memory == nullptr || memory->closed()) fail(ErrorKind::StaleHandle, "attach: this memory was closed");
-  if (memory->key() != request.token) fail(ErrorKind::Handle, "attach: this handle's key does not fit the memory");
-  const auto& segment = memory->segment();
-  if (segment != nullptr && memory->access() == Access::Read) keep_open = segment->read_only_fd();
-  reply.nbytes = memory->nbytes();
-  reply.access = static_cast<std::uint32_t>(memory->access());
-  reply.slots = memory->control().slots();
-  reply.signals = memory->control().signals();
-  reply.slot = memory->take_slot(peer.socket.get());
+  ShmMemory& memory = opened(request.id, request.token);
+  const auto& segment = memory.segment();
+  if (segment != nullptr && memory.access() == Access::Read) keep_open = segment->read_only_fd();
+  reply.nbytes = memory.nbytes();
+  reply.access = static_cast<std::uint32_t>(memory.access());
+  reply.slots = memory.control().slots();
+  reply.signals = memory.control().signals();
+  reply.slot = memory.take_slot(peer.socket.get());
   peer.request_id = request.request_id, peer.memory_id = request.id, peer.slot = reply.slot;
-  fds.push_back(memory->control_segment()->fd());
+  fds.push_back(memory.control_segment()->fd());
   if (segment != nullptr) {
     reply.segment_nbytes = segment->nbytes();
-    reply.segment_offset = static_cast<std::uint64_t>(static_cast<char*>(memory->data()) - segment->base());
+    reply.segment_offset = static_cast<std::uint64_t>(static_cast<char*>(memory.data()) - segment->base());
     fds.push_back(keep_open ? keep_open.get() : segment->fd());
   } else {
-    reply.address = reinterpret_cast<std::uint64_t>(memory->data());
-    reply.probe_address = reinterpret_cast<std::uint64_t>(token_.data());
+    reply.address = reinterpret_cast<std::uint64_t>(memory.data());
+    reply.probe_address = reinterpret_cast<std::uint64_t>(token().data());
   }
 }
 
 // The peer at the other end of an accepted connection is gone, or at least will not come back on it.
 void Hub::drop(int socket) {
   std::lock_guard lock(mutex_);
-  for (const auto& [id, memory] : memories_) memory->free_slots_of(socket);
+  for (const auto& [id, memory] : listed()) memory->free_slots_of(socket);
   forget_in_forked_child(socket);
   ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, socket, nullptr);  // a child between fork and exec may have it open, too
   incoming_.erase(socket);

@@ -9,18 +9,12 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <set>
 
 #include "verbs/connection.h"
 
 namespace onesided::verbs {
 namespace {
-
-void add_to_epoll(int epoll, int fd, std::uint32_t events) {
-  epoll_event event{};
-  event.events = events;
-  event.data.fd = fd;
-  if (::epoll_ctl(epoll, EPOLL_CTL_ADD, fd, &event) != 0) fail_errno(ErrorKind::Onesided, errno, "epoll_ctl failed");
-}
 
 // Where peers introduce themselves: at the address that the first rail's GID stands for, which they must be able to reach in
 // any case, or at this host's own.
@@ -48,10 +42,9 @@ const char* meaning(ibv_event_type type) {
 }  // namespace
 
 Hub::Hub(std::vector<Rail> rails, const Tuning& tuning, std::string host)
-    : made_in_(fork_generation()),
+    : Registry(TransportKind::Rdma),
       rails_(std::move(rails)),
       tuning_(tuning),
-      counters_(counters_for("rdma", "")),
       listener_(net::listen_on(listening_host(rails_, host))),
       epoll_(::epoll_create1(EPOLL_CLOEXEC)),
       wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
@@ -87,17 +80,7 @@ void Hub::start() {
     ::fcntl(fd, F_SETFL, ::fcntl(fd, F_GETFL) | O_NONBLOCK);
     add_to_epoll(epoll_.get(), fd, EPOLLIN);
   }
-  try {
-    thread_ = std::thread([this] { run(); });
-  } catch (const std::system_error& error) {
-    fail(ErrorKind::Onesided, "cannot start a thread: ", error.what(),
-         " (ulimit -u, or the pids limit of the control group)");
-  }
-}
-
-void Hub::retire() {
-  std::lock_guard lock(mutex_);
-  retired_ = true;
+  thread_ = start_thread([this] { run(); });
 }
 
 void Hub::stop() {
@@ -123,54 +106,11 @@ void Hub::stop() {
   listener_.socket.reset();
 }
 
-void Hub::check_usable(const char* what) const {
-  check_not_forked(made_in_, what);
-  if (stopped_.load()) fail(ErrorKind::StaleHandle, what, " is closed");
-}
-
-void Hub::check_not_retired() const {
-  if (retired_) fail(ErrorKind::StaleHandle, "this transport is closed");
-}
-
 void Hub::nudge() {
   const std::uint64_t one = 1;
   if (::write(wake_.get(), &one, sizeof one) < 0 && errno != EAGAIN) {
     fail_errno(ErrorKind::Onesided, errno, "the transport's thread cannot be woken");
   }
-}
-
-Endpoint Hub::bind(bool shared) {
-  std::lock_guard lock(mutex_);
-  check_not_retired();
-  if (shared && shared_endpoint_) return *shared_endpoint_;
-  Endpoint endpoint{};
-  endpoint.kind = TransportKind::Rdma;
-  endpoint.shared = shared;
-  endpoint.transport = token_;
-  endpoint.endpoint_id = next_id_++;
-  endpoint.secret = random_token();
-  endpoint.pid = static_cast<std::uint32_t>(::getpid());
-  endpoint.address = listener_.address;
-  bound_[endpoint.endpoint_id] = {endpoint.secret, shared};
-  if (shared) shared_endpoint_ = endpoint;
-  return endpoint;
-}
-
-std::uint64_t Hub::next_memory_id() {
-  std::lock_guard lock(mutex_);
-  check_not_retired();
-  return next_id_++;
-}
-
-void Hub::list(RdmaMemory* memory) {
-  std::lock_guard lock(mutex_);
-  check_not_retired();
-  memories_[memory->id()] = memory;
-}
-
-void Hub::withdraw(std::uint64_t memory_id) {
-  std::lock_guard lock(mutex_);
-  memories_.erase(memory_id);
 }
 
 std::shared_ptr<Registration> Hub::registration_of(const std::shared_ptr<Allocation>& allocation) {
@@ -183,23 +123,14 @@ std::shared_ptr<Registration> Hub::registration_of(const std::shared_ptr<Allocat
     return registration;
   });
   if (made) {
-    counters_->add(Count::Registrations);
+    counters()->add(Count::Registrations);
     std::lock_guard lock(mutex_);
     std::erase_if(allocations_, [](const auto& weak) { return weak.expired(); });
     allocations_.push_back(allocation);
   } else {
-    counters_->add(Count::CacheHits);
+    counters()->add(Count::CacheHits);
   }
   return std::static_pointer_cast<Registration>(kept);
-}
-
-std::vector<std::shared_ptr<RdmaMemory>> Hub::memories() {
-  std::vector<std::shared_ptr<RdmaMemory>> alive;
-  std::lock_guard lock(mutex_);
-  for (const auto& [id, memory] : memories_) {
-    if (auto held = memory->weak_from_this().lock()) alive.push_back(std::move(held));
-  }
-  return alive;
 }
 
 void Hub::revoke(std::uint64_t memory_id, const Deadline& deadline) {
@@ -261,10 +192,6 @@ std::vector<std::shared_ptr<RdmaConnection>> Hub::connections() {
     if (auto connection = weak.lock()) alive.push_back(std::move(connection));
   }
   return alive;
-}
-
-void Hub::wake_waiters() {
-  for (const auto& memory : memories()) memory->control().event().notify();
 }
 
 // ---- The thread -----------------------------------------------------------------------------------------------------
@@ -371,36 +298,26 @@ std::optional<Message> Hub::answer(Incoming& peer, const Message& message) {
   try {
     if (message.say != Say::Hello && !peer.greeted) fail(ErrorKind::RemoteAccess, "not connected");
     switch (message.say) {
-      case Say::Hello: {
-        const auto bound = bound_.find(message.id);
-        if (bound == bound_.end()) {
-          fail(ErrorKind::StaleHandle, "connect: this endpoint was used already, or its transport was made anew");
-        }
-        if (bound->second.secret != message.token) fail(ErrorKind::Handle, "connect: this endpoint's secret is wrong");
-        if (!bound->second.shared) bound_.erase(bound);
+      case Say::Hello:
+        check_greeting(message.id, message.token);
         peer.greeted = true;
         reply.say = Say::Welcome;
         for (const Rail& rail : rails_) {
           reply.rails.push_back({rail.gid.value, rail.port.lid, static_cast<std::uint8_t>(rail.port.active_mtu)});
         }
         return reply;
-      }
       case Say::Open: open_pairs(peer, message, reply); return reply;
       case Say::Attach: {
-        const auto found = memories_.find(message.id);
-        RdmaMemory* const memory = found == memories_.end() ? nullptr : found->second;
-        if (memory == nullptr || memory->closed()) fail(ErrorKind::StaleHandle, "attach: this memory was closed");
-        if (memory->key() != message.token)
-          fail(ErrorKind::Handle, "attach: this handle's key does not fit the memory");
+        const RdmaMemory& memory = opened(message.id, message.token);
         const auto peers = std::count_if(incoming_.begin(), incoming_.end(), [&](const auto& other) {
           return other.second.attached.count(message.id) != 0;
         });
-        if (peer.attached.count(message.id) == 0 && peers >= memory->most_peers()) {
-          fail(ErrorKind::Unsupported, "attach: this memory was made for ", memory->most_peers(),
+        if (peer.attached.count(message.id) == 0 && peers >= memory.most_peers()) {
+          fail(ErrorKind::Unsupported, "attach: this memory was made for ", memory.most_peers(),
                " peers and has as many");
         }
         reply.say = Say::Attached;
-        reply.reach = memory->reach();
+        reply.reach = memory.reach();
         ++peer.attached[message.id];
         return reply;
       }

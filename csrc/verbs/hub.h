@@ -9,57 +9,43 @@
 #include <atomic>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
-#include <set>
 #include <string>
 #include <thread>
 #include <unordered_map>
 #include <vector>
 
-#include "core/process.h"
+#include "core/registry.h"
 #include "net/framed.h"
 
 namespace onesided::verbs {
 
 class RdmaConnection;
 
-class Hub : public std::enable_shared_from_this<Hub> {
+class Hub : public Registry<RdmaMemory>, public std::enable_shared_from_this<Hub> {
  public:
   // `host`: the address to listen on; empty for that of the first rail, or of this host if the rail has none.
   Hub(std::vector<Rail> rails, const Tuning& tuning, std::string host);
   ~Hub();
 
   void start();
-  void retire();
   void stop();
 
-  const Token& token() const { return token_; }
+  Endpoint bind(bool shared) { return Registry::bind(shared, listener_.address); }
+
   const std::vector<Rail>& rails() const { return rails_; }
   const std::vector<std::shared_ptr<Device>>& devices() const { return devices_; }  // by rail
   const Tuning& tuning() const { return tuning_; }
   const std::string& address() const { return listener_.address; }
-  const std::shared_ptr<Counters>& counters() const { return counters_; }
-  void check_usable(const char* what) const;
-  bool stopped() const { return stopped_.load(); }
-  std::uint32_t made_in() const { return made_in_; }
-  bool forked() const { return made_in_ != fork_generation(); }
 
-  Endpoint bind(bool shared);
-
-  std::uint64_t next_memory_id();
-  void list(RdmaMemory* memory);
-  void withdraw(std::uint64_t memory_id);
   // The registration of an object of the caller's, kept for as long as the object lives and this transport is open.
   std::shared_ptr<Registration> registration_of(const std::shared_ptr<Allocation>& allocation);
-  std::vector<std::shared_ptr<RdmaMemory>> memories();
   // Has every peer that opened the memory end its operations on it; takes the queue pairs of those that do not in time.
   void revoke(std::uint64_t memory_id, const Deadline& deadline);
 
   void watch(const std::shared_ptr<RdmaConnection>& connection);
   void unwatch(int socket);
   std::vector<std::shared_ptr<RdmaConnection>> connections();
-  void wake_waiters();
   // Has the thread look at connections that have something to finish.
   void nudge();
 
@@ -75,12 +61,7 @@ class Hub : public std::enable_shared_from_this<Hub> {
     std::map<std::uint64_t, unsigned> attached;  // how often it has opened each memory
     Deadline greets = Deadline::after(kGreeting);
   };
-  struct Bound {
-    Token secret;
-    bool shared;
-  };
 
-  void check_not_retired() const;
   void run();
   void accept_all();
   void serve(int fd);
@@ -92,26 +73,16 @@ class Hub : public std::enable_shared_from_this<Hub> {
   void report(Device& device);
   void update_events(int fd, bool rest);
 
-  const Token token_ = random_token();
-  const std::uint32_t made_in_;
   const std::vector<Rail> rails_;
   const Tuning tuning_;
   std::vector<std::shared_ptr<Device>> devices_;
-  const std::shared_ptr<Counters> counters_;
   net::Listener listener_;
   Fd epoll_;
   Fd wake_;
   std::thread thread_;
-  std::atomic<bool> stopped_{false};
 
-  std::mutex mutex_;
   Event revoked_;
   std::atomic<std::uint64_t> answers_{0};  // grows with every Revoked and every end of a peer
-  bool retired_ = false;
-  std::uint64_t next_id_ = 1;
-  std::unordered_map<std::uint64_t, RdmaMemory*> memories_;
-  std::unordered_map<std::uint64_t, Bound> bound_;
-  std::optional<Endpoint> shared_endpoint_;
   std::vector<std::weak_ptr<Allocation>> allocations_;
   std::unordered_map<int, Incoming> incoming_;
   std::unordered_map<int, std::weak_ptr<RdmaConnection>> watched_;
