@@ -22,9 +22,8 @@ from harness import Process, parent, pattern, raises, same, wait_until
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from onesided.transport import choose_kind
-from onesided.transport.pyverbs import PyverbsTransport, wire
-from onesided.transport.pyverbs.origin import Connection
-from onesided.transport.pyverbs.target import Incoming
+from onesided.transport.pyverbs import Connection, PyverbsTransport, wire
+from onesided.transport.pyverbs.transport import Incoming
 
 from onesided import (
     BoundsError,
@@ -62,6 +61,7 @@ MESSAGES = [
     (wire.Revoke(7), 27),
     (wire.Revoked(2**64 - 1), 27),
     (wire.Failed(8, "attach: this memory was closed"), 51),
+    (wire.Ended(7), 27),
 ]
 BODIES = [wire.to_frame(message, 5)[4:] for message, _ in MESSAGES]
 
@@ -395,7 +395,7 @@ def take_queue_pairs_away(pair: Pair) -> None:
     """The owner takes the queue pairs of the origin away, and does not say so: what is posted then gets no answer."""
     if isinstance(pair.b, PyverbsTransport):
         with pair.b.changed:
-            for peer in pair.b.talking.values():
+            for peer in pair.b.talking:
                 if isinstance(peer, Incoming):
                     peer.close_responders()
         return
@@ -439,8 +439,8 @@ def test_a_peer_that_gives_no_answer(pair: Pair) -> None:
 def test_a_key_that_the_device_refuses(pair: Pair) -> None:
     """The memory region is gone though nobody has said so: the generation ends, and the next one works."""
     if isinstance(pair.b, RdmaTransport):
-        reach = pair.to_b.attach(wire.RemoteMemory.from_bytes(pair.memory.handle()), time.monotonic() + 20)
-        key = next(iter(pair.to_b.reaches))
+        pair.to_b.write(b"x", pair.there)
+        ((key, reach),) = pair.to_b.reaches.items()
         pair.to_b.reaches[key] = reach._replace(keys=[reach.keys[0] ^ 0xFF])
     else:
         gone = pair.b.allocate(8, signals=1)
@@ -505,6 +505,30 @@ def test_registered_memory(pair: Pair) -> None:
     pair.to_b.write(b"", RemoteMemory.from_bytes(empty.handle()), signal=0)
     assert empty.wait_signal(0, 1, timeout_s=5) == 1
     empty.close()
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_transport_connected_to_itself(kind: str) -> None:
+    """Origin, target and owner in one: none of its threads waits for another."""
+    need("pyverbs", kind)
+    with MAKE[kind](nics=[device()]) as transport:
+        connection = transport.connect(transport.bind(), name="itself", timeout_s=20)
+        memory = transport.allocate(MIB, signals=1)
+        there = RemoteMemory.from_bytes(memory.handle())
+        connection.write(pattern(MIB - 8), there, 8, signal=0)
+        assert memory.wait_signal(0, 1, timeout_s=20) == 1
+        assert connection.fetch_add(there, 0, 7) == 0
+        back = bytearray(MIB)
+        connection.read(back, there)
+        same(back, b"\7" + bytes(7) + bytes(pattern(MIB - 8)))
+        memory.close(timeout_s=20)
+        with pytest.raises(StaleHandle):
+            connection.write(b"x", there)
+        other = transport.allocate(1)
+        connection.write(b"x", RemoteMemory.from_bytes(other.handle()))
+        connection.flush(RemoteMemory.from_bytes(other.handle()))
+        assert bytes(bytes_of(other)) == b"x"
+        connection.close()
 
 
 # ---- Rails -----------------------------------------------------------------------------------------------------------
@@ -629,7 +653,7 @@ def test_junk_at_the_listener(listener: Any) -> None:
 
 
 class Impostor:
-    """Answers a connecting side with what a test wants: by the type of the question, a message or raw bytes."""
+    """Answers a connecting side with what a test wants: by the type of the question, messages or raw bytes."""
 
     def __init__(self, address: str, gid: bytes, **replies: Any) -> None:
         self.listener = socket.create_server((address, 0))
@@ -655,8 +679,9 @@ class Impostor:
                     self.heard.append(name)
                     reply = self.replies.get(name)
                     reply = reply(question) if callable(reply) else reply
-                    if reply is not None:
-                        raw.sendall(reply if isinstance(reply, bytes) else wire.to_frame(reply, number))
+                    for said in reply if isinstance(reply, list) else [reply] * (reply is not None):
+                        raw.sendall(said if isinstance(said, bytes) else wire.to_frame(said, number))
+                        number = 0
 
     def close(self) -> None:
         self.listener.close()
@@ -694,7 +719,7 @@ def test_a_peer_that_lies(origin: str, lie: str, replies: dict[str, Any]) -> Non
     need("pyverbs", origin)
     with PyverbsTransport() as transport:
         rail = transport.rails[0]
-        nics, host, gid = [rail.name], rail.host, rail.address.gid
+        nics, host, gid = [rail.name], rail.ip, rail.address.gid
     with MAKE[origin](nics=nics) as transport:
         impostor = Impostor(host, gid, **replies)
         handle = HANDLE._replace(offset_bytes=0, nbytes=4096)
@@ -712,6 +737,26 @@ def test_a_peer_that_lies(origin: str, lie: str, replies: dict[str, Any]) -> Non
         connection.flush(RemoteMemory.from_bytes(memory.handle()))
         assert bytes(bytes_of(memory)) == b"12345678"
         connection.close()
+
+
+def test_a_revocation_is_confirmed_once() -> None:
+    """Though it comes in the middle of an operation, and others on that memory are tried later."""
+    need("pyverbs")
+    there = RemoteMemory.from_bytes(HANDLE._replace(offset_bytes=0).to_bytes())
+    with PyverbsTransport() as transport:
+        impostor = Impostor(transport.rails[0].ip, transport.rails[0].address.gid)
+        impostor.replies["Attach"] = [impostor.replies["Attach"], wire.Revoke(HANDLE.memory_id)]
+        with contextlib.closing(impostor):
+            connection = transport.connect(impostor.endpoint.to_bytes(), timeout_s=5)
+            with pytest.raises(ConnectionLost):  # there is no such queue pair
+                connection.write(b"x", there, timeout_s=5)
+            wait_until(lambda: "Revoked" in impostor.heard, "the revocation is confirmed")
+            for _ in range(3):
+                with pytest.raises(StaleHandle):
+                    connection.write(b"x", there, timeout_s=5)
+            connection.close()
+            impostor.thread.join()
+        assert impostor.heard.count("Revoked") == 1
 
 
 # ---- Peers that die or stop ------------------------------------------------------------------------------------------
