@@ -171,6 +171,7 @@ def run(options: Namespace, fleet: Fleet, report: Report) -> bool:
 def how_bytes_moved(described: dict[str, Any]) -> str:
     """For the report: what moved most of the bytes."""
     if described["transport"] == "rdma":
-        return f"by RDMA ({described['peers'][-1]['lane 0'].split(',')[0]})"
+        lanes = [text.split(",")[0] for name, text in described["peers"][-1].items() if name.startswith("lane")]
+        return f"by RDMA ({', '.join(lanes)})"
     method = next(row["method"] for row in reversed(described["copying"]) if row["chosen"])
     return f"copying {method}"

@@ -304,15 +304,10 @@ class RdmaTransport(Transport):
 
     def __init__(self, *, nics: list[str], address: str, depth: int, timeout: int, retries: int, mtu: int, traffic_class: int, service_level: int) -> None: ...
 
-    @staticmethod
-    def supported() -> bool:
-        """
-        Whether this system can have one. Opens every device once, and changes nothing.
-        """
-
-    @staticmethod
-    def unsupported_reason() -> str | None:
-        """Why it cannot; None if it can."""
+def rdma_unsupported_reason(nics: list[str]) -> str | None:
+    """
+    Why there can be no rdma transport over these ports, or over any if none is named. Opens every device once.
+    """
 
 class Window:
     """The data path of onesided.windows.Window, which see."""

@@ -42,6 +42,7 @@ from . import _core
 from .errors import DeadlineExceeded, OnesidedError, Unsupported
 from .perftest import Perftest
 from .rpc import Group, Server
+from .transport.rdma import nics_of_environment
 from .windows import Window
 
 __all__ = ["OPERATIONS", "Row", "check_plot", "limit_name", "plot", "run"]
@@ -127,8 +128,7 @@ def _side(
         Window.allocate(group, nbytes=max(8, *sizes), signals=1, transport=transport) as window,
     ):
         kind = str(window.describe()["transport"])
-        nics = [name.strip() for name in os.environ.get("ONESIDED_NICS", "").split(",") if name.strip()]
-        perftest = Perftest.on_chosen(nics) if rank == 0 and kind == "rdma" else None
+        perftest = Perftest.on_chosen(nics_of_environment()) if rank == 0 and kind == "rdma" else None
         for size in sizes:
             if on_size is not None:
                 on_size(size)

@@ -10,6 +10,8 @@ import click
 import onesided
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from .bench import Row
 
 __all__ = ["main"]
@@ -90,19 +92,19 @@ def bench(op: str, transport: str, sizes: list[int], json_file: Path | None, plo
 
     That is a one-thread memcpy on shm, and perftest on the same device on rdma (ONESIDED_NICS chooses it).
 
-    Each size takes one to a few seconds, and several times that on a busy machine: two processes that answer each other
+    Each size takes one to a few seconds on shm and up to a minute on rdma, where perftest starts again and again, and
+    several times that on a busy machine: two processes that answer each other
     then wait for the scheduler. Loops end by time too, so it always comes to an end.
 
     "python" rows time the call from Python, "core" rows the same loop in C++. Puts one at a time are flushed each;
     "completed" ones are asynchronous and waited for each, "128 in flight" with so many under way. Latency is half a
     round trip for signals and puts one at a time up to 64 KiB; else the duration of one operation.
     """
-    from rich.console import Console
     from rich.status import Status
 
     from . import bench as benchmark
 
-    console = Console()
+    console = wide_console()
     try:
         if plot_file is not None:
             benchmark.check_plot()
@@ -117,19 +119,26 @@ def bench(op: str, transport: str, sizes: list[int], json_file: Path | None, plo
         benchmark.plot(rows, plot_file)
 
 
-def show(rows: "list[Row]", console: object) -> None:
+def wide_console() -> "Console":
+    """A console that cuts no figures where it does not know its width, as in a pipe."""
     from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=110)
+
+
+def show(rows: "list[Row]", console: "Console") -> None:
     from rich.table import Table
 
-    assert isinstance(console, Console)
     table = Table(title=f"{rows[0].op} between two processes over {rows[0].transport}")
 
     def figure(value: float | None, digits: int) -> str:
         return "" if value is None else f"{value:,.{digits}f}"
 
     limit = "memcpy" if rows[0].transport == "shm" else "perftest"
-    for column in ("size", "from", "mode", "latency, µs", f"{limit}, µs", "GB/s", f"{limit} GB/s", "ratio"):
-        table.add_column(column, justify="left" if column in ("from", "mode") else "right")
+    for column in ("size", "from", "mode", "latency, µs", f"{limit}, µs", "GB/s", f"{limit} GB/s", "of the limit"):
+        words = column in ("from", "mode")
+        table.add_column(column, justify="left" if words else "right", no_wrap=not words)
     for row in rows:
         table.add_row(
             f"{row.size:,}",

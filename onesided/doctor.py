@@ -98,8 +98,10 @@ def problem(says: str, mend: str, **data: Any) -> Answer:
 
 
 def survey() -> list[Port]:
-    """Every RDMA port, as the core sees it."""
-    return list(_core.survey_ports())
+    """Every RDMA port, as the core sees it; those that ONESIDED_NICS names are the ones that are chosen."""
+    from .transport.rdma import nics_of_environment
+
+    return list(_core.survey_ports(nics_of_environment()))
 
 
 def examine(root: Path = Path("/"), survey: Callable[[], list[Port]] = survey) -> Report:

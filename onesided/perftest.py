@@ -21,7 +21,7 @@ __all__ = ["Perftest"]
 BANDWIDTH = {"put": "ib_write_bw", "get": "ib_read_bw"}
 LATENCY = {"put": "ib_write_lat", "signal": "ib_write_lat", "get": "ib_read_lat", "atomic": "ib_atomic_lat"}
 HALVES = ("ib_write_lat",)  # what they print is half of an iteration
-SHORT_S, LONG_S = 0.2, 1.2  # the two runs, without what they need to start
+SHORT_S, LONG_S = 0.2, 0.8  # the two runs, without what they need to start
 START_S, RUN_S = 10.0, 60.0  # no server is up, and no run is over, that late
 
 

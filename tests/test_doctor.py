@@ -140,7 +140,7 @@ def test_soft_roce() -> None:
 def test_a_wrong_pin_is_named() -> None:
     if _core.verbs_unavailable():
         pytest.skip(_core.verbs_unavailable())
-    with pytest.raises(Unsupported, match="nics entry 'pigeon_0': there is no such port"):
+    with pytest.raises(Unsupported, match="'pigeon_0' of nics or ONESIDED_NICS: there is no such port"):
         _core.survey_ports(["pigeon_0"])
 
 

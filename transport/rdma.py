@@ -9,9 +9,14 @@ from onesided.errors import Unsupported
 
 from .opened import close_at_exit
 
-__all__ = ["RdmaTransport"]
+__all__ = ["RdmaTransport", "nics_of_environment"]
 
 log = logging.getLogger("onesided.transport")
+
+
+def nics_of_environment() -> list[str]:
+    """The entries of ONESIDED_NICS; none if it is not set."""
+    return [name.strip() for name in os.environ.get("ONESIDED_NICS", "").split(",") if name.strip()]
 
 
 class RdmaTransport(_core.RdmaTransport):
@@ -70,10 +75,8 @@ class RdmaTransport(_core.RdmaTransport):
             raise Unsupported(f"memory of device {device!r} cannot be registered yet: use device='cpu'")
         if nics is not None and (isinstance(nics, str) or not isinstance(nics, Sequence)):
             raise TypeError(f"nics must be a list of names, not {nics!r}")
-        if nics is None:
-            nics = [name.strip() for name in os.environ.get("ONESIDED_NICS", "").split(",") if name.strip()]
         super().__init__(
-            nics=list(nics),
+            nics=nics_of_environment() if nics is None else list(nics),
             address=address or os.environ.get("ONESIDED_RDMA_ADDRESS", ""),
             depth=depth,
             timeout=timeout,
@@ -86,6 +89,16 @@ class RdmaTransport(_core.RdmaTransport):
         close_at_exit(self)
         rails = [text for name, text in super().describe().items() if name.startswith("rail")]
         log.info("rdma transport opened: %s", "; ".join(rails))
+
+    @staticmethod
+    def unsupported_reason() -> str | None:
+        """Why there can be none here, with the ports that ONESIDED_NICS names if it is set; None if there can."""
+        return _core.rdma_unsupported_reason(nics_of_environment())
+
+    @classmethod
+    def supported(cls) -> bool:
+        """Whether there is a port that can be used. Cheap, and changes nothing."""
+        return cls.unsupported_reason() is None
 
     def describe(self) -> dict[str, str]:
         """Its kind and why it was chosen, its rails and why they were, its state, and what it holds."""

@@ -144,6 +144,7 @@ class Fabric:
 
     def __init__(self, group: Exchange, plan: Plan, countdown: Countdown) -> None:
         self._windows = 0
+        self._most_peers = group.size + 1
         self.plan = plan
         self.far: Transport | None = None
         self._near_connections: dict[int, Connection] = {}
@@ -188,7 +189,8 @@ class Fabric:
         if self.far is None:
             return layout, Registered(memory, None)
         try:
-            return layout, Registered(self.far.register_memory(memory, memory.access, signals=memory.signals), memory)
+            far = self.far.register_memory(memory, memory.access, signals=memory.signals, max_peers=self._most_peers)
+            return layout, Registered(far, memory)
         except BaseException:
             memory.close()
             raise

@@ -11,7 +11,15 @@ from typing import Any, NamedTuple, TypeVar
 from onesided.transport import Memory, RemoteMemory, Target, Transport
 
 from onesided import _core
-from onesided.errors import ConnectionLost, DeadlineExceeded, HandleError, OnesidedError, StaleHandle, Unsupported
+from onesided.errors import (
+    BoundsError,
+    ConnectionLost,
+    DeadlineExceeded,
+    HandleError,
+    OnesidedError,
+    StaleHandle,
+    Unsupported,
+)
 
 from .exchange import Catalog, Exchange, check_directory, check_group
 from .fabric import Countdown, Registered, agree, fabric_of, shared_transport
@@ -159,10 +167,13 @@ class Window(_core.Window):
             raise TypeError("give either a tensor or the size of new memory, not both")
         layout = layout_of(nbytes, shape, dtype) if tensor is None else layout_like(tensor)
         made_by = shared_transport(transport)
+        if isinstance(max_peers, int) and max_peers < 1:
+            raise BoundsError(f"max_peers must be at least 1, not {max_peers}")
+        slots = max_peers + 1 if isinstance(max_peers, int) else max_peers  # this process itself, too
         memory = (
-            made_by.allocate(layout.nbytes, access, signals=signals, max_peers=max_peers)
+            made_by.allocate(layout.nbytes, access, signals=signals, max_peers=slots)
             if tensor is None
-            else made_by.register_memory(tensor, access, signals=signals, max_peers=max_peers)
+            else made_by.register_memory(tensor, access, signals=signals, max_peers=slots)
         )
         why = f"exposed over {made_by.kind}"
         window: W | None = None
@@ -213,11 +224,17 @@ class Window(_core.Window):
     def _attach(cls: type[W], directory: Catalog, name: str, timeout_s: float, countdown: Countdown) -> W:
         pause_s = RETRY_FIRST_S
         value = directory.lookup(name, timeout_s=timeout_s).value
+        gone: OnesidedError | None = None
         while True:
             record = read_record(name, value)
             try:
                 return cls._attach_to(record, name, countdown)
-            except (ConnectionLost, StaleHandle):
+            except DeadlineExceeded:
+                if gone is None:
+                    raise
+                raise gone from None  # that the last try had no time left says less than why there were others before
+            except (ConnectionLost, StaleHandle) as error:
+                gone = error
                 left_s = countdown.left_s()
                 time.sleep(pause_s if left_s is None else min(pause_s, left_s))
                 pause_s = min(2 * pause_s, RETRY_MOST_S)

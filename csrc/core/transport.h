@@ -18,6 +18,7 @@
 #include "core/control.h"
 #include "core/deadline.h"
 #include "core/handle.h"
+#include "core/residence.h"
 #include "core/stats.h"
 #include "core/work.h"
 
@@ -40,10 +41,13 @@ class Memory;
 // of it (a registration) is found by this and never by an address: the same address may be another object's tomorrow.
 class Allocation {
  public:
-  Allocation(void* data, std::uint64_t nbytes) : data_(static_cast<char*>(data)), nbytes_(nbytes) {}
+  Allocation(void* data, std::uint64_t nbytes, std::unique_ptr<Residence> residence = nullptr)
+      : data_(static_cast<char*>(data)), nbytes_(nbytes), residence_(std::move(residence)) {}
 
   char* data() const { return data_; }
   std::uint64_t nbytes() const { return nbytes_; }
+  // False if the object has other memory at this address now.
+  bool intact() const { return residence_ == nullptr || residence_->intact(); }
   // What the transport `owner` keeps here; made by `make` the first time. It goes with the object.
   std::shared_ptr<void> kept(const void* owner, const std::function<std::shared_ptr<void>()>& make);
   void forget(const void* owner);
@@ -51,6 +55,7 @@ class Allocation {
  private:
   char* const data_;
   const std::uint64_t nbytes_;
+  const std::unique_ptr<Residence> residence_;  // of memory whose object may free it and allocate it again
   std::mutex mutex_;
   std::vector<std::pair<const void*, std::shared_ptr<void>>> kept_;
 };

@@ -30,16 +30,20 @@ PyObject* forget(PyObject* key, PyObject*) {
 }
 PyMethodDef forget_method{"onesided_forget", forget, METH_O, nullptr};
 
-// The allocation of `object`, whose bytes are [data, data + nbytes). Null if its end cannot be watched.
-std::shared_ptr<Allocation> allocation_of(nb::handle object, void* data, std::uint64_t nbytes) {
+// The allocation of `object`, whose bytes are [data, data + nbytes). Null if its end cannot be watched, or, if it is `resizable`, a
+// change of its memory in between.
+std::shared_ptr<Allocation> allocation_of(nb::handle object, void* data, std::uint64_t nbytes, bool resizable) {
   auto& all = tracked();
   if (const auto found = all.find(object.ptr()); found != all.end()) {
     const auto& known = found->second.allocation;
-    if (known->data() == data && known->nbytes() == nbytes) return known;
-    // It has been resized: what is known of its former memory must not be used again.
-    Py_DECREF(found->second.watch);
+    if (known->data() == data && known->nbytes() == nbytes && known->intact()) return known;
+    // It has been resized, to another size or to nothing and back: what is known of its former memory must not be used again.
+    const Tracked gone = std::move(found->second);
     all.erase(found);
+    Py_DECREF(gone.watch);
   }
+  std::unique_ptr<Residence> residence = resizable ? Residence::claim(data, nbytes) : nullptr;
+  if (resizable && residence == nullptr) return nullptr;
   const nb::object key = nb::steal(PyLong_FromVoidPtr(object.ptr()));
   const nb::object callback = nb::steal(PyCFunction_New(&forget_method, key.ptr()));
   PyObject* const watch = PyWeakref_NewRef(object.ptr(), callback.ptr());
@@ -47,7 +51,8 @@ std::shared_ptr<Allocation> allocation_of(nb::handle object, void* data, std::ui
     PyErr_Clear();
     return nullptr;
   }
-  return all.emplace(object.ptr(), Tracked{watch, std::make_shared<Allocation>(data, nbytes)}).first->second.allocation;
+  return all.emplace(object.ptr(), Tracked{watch, std::make_shared<Allocation>(data, nbytes, std::move(residence))})
+      .first->second.allocation;
 }
 
 bool is_named(PyTypeObject* type, const char* name) {
@@ -55,6 +60,22 @@ bool is_named(PyTypeObject* type, const char* name) {
 }
 
 }  // namespace
+
+void keep_in_place(nb::handle object) {
+  PyObject* const torch = PyImport_GetModule(nb::str("torch").ptr());
+  if (torch == nullptr) return;
+  const nb::object module = nb::steal(torch);
+  if (!PyObject_IsInstance(object.ptr(), nb::object(module.attr("Tensor")).ptr())) return;
+  // There is no call for it, but torch does it for whatever it shares with numpy ("Trying to resize storage that is not
+  // resizable"). The bytes are shared as such: numpy does not know all of torch's types.
+  try {
+    nb::object bytes = module.attr("empty")(0, nb::arg("dtype") = module.attr("uint8"));
+    bytes.attr("set_")(object.attr("untyped_storage")()).attr("numpy")();
+  } catch (const nb::python_error& error) {
+    if (!error.matches(PyExc_Exception)) throw;
+    // A tensor without a storage that can be resized, on another device for instance: what it is good for is told elsewhere.
+  }
+}
 
 void identify(nb::handle object, How& how) {
   static const nb::handle view_type = nb::type<PyView>(), memory_type = nb::type<PyMemory>();
@@ -71,8 +92,8 @@ void identify(nb::handle object, How& how) {
       // The Python object of a storage lives as long as the storage itself, whoever else uses that.
       const nb::object storage = object.attr("untyped_storage")();
       const auto data = nb::cast<std::uintptr_t>(storage.attr("data_ptr")());
-      how.allocation =
-          allocation_of(storage, reinterpret_cast<void*>(data), nb::cast<std::uint64_t>(storage.attr("nbytes")()));
+      how.allocation = allocation_of(storage, reinterpret_cast<void*>(data),
+                                     nb::cast<std::uint64_t>(storage.attr("nbytes")()), true);
       return;
     }
     nb::object owner = nb::borrow(object);
@@ -81,7 +102,8 @@ void identify(nb::handle object, How& how) {
       if (base.is_none()) {
         const auto data = nb::cast<std::uintptr_t>(owner.attr("__array_interface__")["data"][0]);
         how.allocation =
-            allocation_of(owner, reinterpret_cast<void*>(data), nb::cast<std::uint64_t>(owner.attr("nbytes")));
+            // numpy refuses to resize what is weakly referenced, as this is from now on.
+            allocation_of(owner, reinterpret_cast<void*>(data), nb::cast<std::uint64_t>(owner.attr("nbytes")), false);
         return;
       }
       owner = std::move(base);

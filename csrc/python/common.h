@@ -154,7 +154,8 @@ struct Purpose {
   const char* if_strided;
   const char* if_lazy;
 };
-inline constexpr Purpose kSource{"the source", "pass x.contiguous(), or put it row by row",
+inline constexpr Purpose kSource{"the source",
+                                 "pass x.contiguous() (numpy: np.ascontiguousarray(x)), or put it row by row",
                                  "pass x.resolve_conj().resolve_neg()"};
 // A copy would be filled here, and lost.
 inline constexpr Purpose kDestination{"the destination", "get into a contiguous tensor, then x.copy_(it)",
@@ -163,6 +164,10 @@ inline constexpr Purpose kDestination{"the destination", "get into a contiguous 
 inline constexpr Purpose kWindowMemory{
     "the memory to register", "make the window over a contiguous tensor and use that one from then on, in place of x",
     "make the window over x.resolve_conj().resolve_neg() and use that one from then on, in place of x"};
+
+// Has torch refuse to resize the storage of a tensor from here on, as memory that others know of must stay where it is. (Arrays and
+// buffers refuse by themselves as long as somebody holds their bytes.)
+void keep_in_place(nb::handle object);
 
 // Tells `how` of which memory or allocation the buffer of `object` is a part, as far as that can be known.
 void identify(nb::handle object, How& how);

@@ -1,5 +1,7 @@
 #include "shm/transport.h"
 
+#include <nanobind/stl/vector.h>
+
 #include "core/mixed.h"
 #include "python/operations.h"
 #include "verbs/transport.h"
@@ -62,8 +64,8 @@ struct RdmaArguments {
 };
 
 #if ONESIDED_HAS_VERBS
-std::string rdma_unsupported_reason() {
-  return verbs::RdmaTransport::unsupported_reason();
+std::string rdma_unsupported_reason(const std::vector<std::string>& nics) {
+  return verbs::RdmaTransport::unsupported_reason(nics);
 }
 std::shared_ptr<Transport> make_rdma(const RdmaArguments& given) {
   verbs::RdmaOptions options;
@@ -73,7 +75,7 @@ std::shared_ptr<Transport> make_rdma(const RdmaArguments& given) {
   return std::make_shared<verbs::RdmaTransport>(options);
 }
 #else
-std::string rdma_unsupported_reason() {
+std::string rdma_unsupported_reason(const std::vector<std::string>&) {
   return verbs::unavailable();
 }
 std::shared_ptr<Transport> make_rdma(const RdmaArguments&) {
@@ -270,6 +272,7 @@ What is still under way when the deadline passes is cancelled, and DeadlineExcee
           [](PyTransport& self, nb::handle buffer, nb::handle access, nb::handle signals, nb::handle slots) {
             const Access permitted = parse_access(to_string(access, "access"));
             const std::uint32_t counters = to_u32(signals, "signals"), peers = to_u32(slots, "max_peers");
+            keep_in_place(buffer);
             Buffer bytes(buffer, kWindowMemory, permits(permitted, Access::Write));
             const bool read_only = bytes.read_only();
             void* const data = bytes.data();
@@ -381,13 +384,13 @@ DeadlineExceeded if nobody answers, Unsupported if the peer is on another host.)
           nb::arg("timeout").none(), nb::arg("retries").none(), nb::arg("mtu").none(), nb::arg("traffic_class").none(),
           nb::arg("service_level").none(),
           nb::sig("def __init__(self, *, nics: list[str], address: str, depth: int, timeout: int, retries: int, mtu: "
-                  "int, traffic_class: int, service_level: int) -> None"))
-      .def_static(
-          "supported", [] { return rdma_unsupported_reason().empty(); }, nb::sig("def supported() -> bool"),
-          "Whether this system can have one. Opens every device once, and changes nothing.")
-      .def_static(
-          "unsupported_reason", [] { return reason_or_none(rdma_unsupported_reason()); },
-          nb::sig("def unsupported_reason() -> str | None"), "Why it cannot; None if it can.");
+                  "int, traffic_class: int, service_level: int) -> None"));
+
+  m.def(
+      "rdma_unsupported_reason",
+      [](const std::vector<std::string>& nics) { return reason_or_none(rdma_unsupported_reason(nics)); },
+      nb::arg("nics"), nb::sig("def rdma_unsupported_reason(nics: list[str]) -> str | None"),
+      "Why there can be no rdma transport over these ports, or over any if none is named. Opens every device once.");
 }
 
 }  // namespace onesided::python

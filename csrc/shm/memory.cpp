@@ -103,7 +103,8 @@ std::uint32_t ShmMemory::take_slot(int holder) {
     control_.slot(slot).clear();
     return slot;
   }
-  fail(ErrorKind::Unsupported, "this memory was made for ", holders_.size(), " peers and has as many");
+  fail(ErrorKind::Unsupported, "all ", holders_.size(),
+       " places of this memory, for peers and for its owner itself, are taken");
 }
 
 void ShmMemory::free_slot(std::uint32_t slot, int holder) {

@@ -108,8 +108,8 @@ class ShmTarget::Between final : public Checkpoint {
   }
   void check_deadline() const {
     if (deadline_.passed()) {
-      fail(ErrorKind::DeadlineExceeded, operation_, " to ", target_.peer().name(),
-           ": the deadline passed; its source is not read again");
+      fail(ErrorKind::DeadlineExceeded, operation_, " to ", target_.peer().name(), ": the deadline passed; ",
+           operation_[0] == 'g' ? "its destination is not written again" : "its source is not read again");
     }
   }
 
@@ -293,7 +293,8 @@ std::uint64_t* ShmTarget::atomic_word(const char* operation, std::uint64_t offse
   }
   char* word = at_.mapped + offset;
   if (reinterpret_cast<std::uintptr_t>(word) % alignof(std::uint64_t) != 0) {
-    fail(ErrorKind::Bounds, operation, ": offset ", offset, " is not aligned to 8 bytes");
+    fail(ErrorKind::Bounds, operation, ": the word at offset ", offset, " is not aligned to 8 bytes in the memory of ",
+         at_.peer->name());
   }
   return reinterpret_cast<std::uint64_t*>(word);
 }

@@ -91,6 +91,10 @@ QueueAddress address_of(const ibv_qp* pair, const Device& device, const Rail& ra
 }
 
 [[noreturn]] void fail_queue(const char* what, const std::string& device, const ibv_device_attr& limits) {
+  if (errno == EMFILE || errno == ENFILE) {
+    fail_errno(ErrorKind::Onesided, errno, what, " cannot be made on ", device,
+               ": no descriptors are left (RLIMIT_NOFILE: raise it with ulimit -n)");
+  }
   fail_errno(ErrorKind::Onesided, errno, what, " cannot be made on ", device, " (max_qp ", limits.max_qp,
              ", max_qp_wr ", limits.max_qp_wr, ", max_cqe ", limits.max_cqe, "; RLIMIT_MEMLOCK counts, too)");
 }
@@ -155,7 +159,7 @@ void Responder::accept(const QueueAddress& peer) {
 
 Channel::Channel(std::vector<LanePlan> plans, const Tuning& tuning, std::string peer, std::uint32_t generation)
     : peer_(std::move(peer)), generation_(generation), tuning_(tuning) {
-  longest_message_ = 1u << 30;
+  longest_message_ = kLongestPart;
   depth_ = std::max(tuning.depth, 8u);
   for (const LanePlan& plan : plans) {
     // Two more than are counted, for the marker that end() posts behind everything.
@@ -294,7 +298,7 @@ void Channel::wait_for_room(Lane& lane, unsigned requests, const Deadline& deadl
       const PostLock::Aside aside(post_lock_);
       in_time = await(ticket, deadline);
     }
-    if (ended()) fail_ended("post");
+    if (ended()) fail_ended("put or get");
     if (!in_time) {
       fail(ErrorKind::DeadlineExceeded, "no room for another operation: ", depth_, " are under way to ", peer_);
     }
@@ -304,7 +308,7 @@ void Channel::wait_for_room(Lane& lane, unsigned requests, const Deadline& deadl
       const PostLock::Aside aside(post_lock_);
       end(kind_, cause());
     }
-    fail_ended("post");
+    fail_ended("put or get");
   }
 }
 

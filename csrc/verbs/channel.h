@@ -113,6 +113,9 @@ using Ticket = std::array<std::uint64_t, kMostLanes>;
 
 class Channel {
  public:
+  // No work request is larger: between two of them a deadline and Ctrl-C are looked at, as a software device sends while it is
+  // posted to.
+  static constexpr std::uint32_t kLongestPart = 64 << 20;
   // Payloads up to this many bytes are copied out of the source when they are posted, so that it can be reused at once.
   static constexpr std::uint32_t kStaged = 4096;
 

@@ -86,7 +86,7 @@ Message RdmaConnection::ask(Message question, Say expected, const Deadline& dead
       },
       deadline);
   if (!in_time) {
-    fail(ErrorKind::DeadlineExceeded, peer_->name(), " does not answer (its process may be stopped)");
+    fail(ErrorKind::DeadlineExceeded, peer_->name(), " has not answered in time (its process may be stopped)");
   }
   if (!answer) {
     if (closed_.load()) fail(ErrorKind::StaleHandle, "this connection was closed");
@@ -240,7 +240,18 @@ const std::shared_ptr<Channel>& RdmaConnection::reopen(const Deadline& deadline)
     }
   }
   unreachable_.clear();  // what was down then may be up now
-  auto channel = make_channel(deadline);
+  std::shared_ptr<Channel> channel;
+  try {
+    channel = make_channel(deadline);
+  } catch (const Error& error) {
+    if (present == nullptr) throw;
+    // For an operation that needs a new generation, any reason why there is none is the loss of its way; of a deadline it is told
+    // as such.
+    const bool late = error.kind() == ErrorKind::DeadlineExceeded || error.kind() == ErrorKind::StaleHandle;
+    throw Error(late ? error.kind() : ErrorKind::ConnectionLost,
+                text("put or get to ", peer_->name(), ": the connection ended (", (*present)->cause(),
+                     ") and cannot be made anew: ", error.what()));
+  }
   opened_at_ = Deadline::Clock::now();
   std::lock_guard lock(channels_mutex_);
   if (closed_.load()) fail(ErrorKind::StaleHandle, "this connection is closed");

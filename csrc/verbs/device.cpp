@@ -159,11 +159,14 @@ struct Closer {
 using OpenContext = std::unique_ptr<ibv_context, Closer>;
 
 std::string does_not_open(const ibv_device& device, int error) {
+  // libibverbs reports a file that it may not open as one that is not there.
+  const std::string file = text("/dev/infiniband/", device.dev_name);
+  if (error == ENOENT && ::access(file.c_str(), F_OK) == 0 && ::access(file.c_str(), R_OK | W_OK) != 0) error = EACCES;
   std::string why = text("does not open: ", errno_text(error));
   if (error == EACCES || error == EPERM) {
-    why += text("; this user needs read and write permission for /dev/infiniband/", device.dev_name);
+    why += text("; this user needs read and write permission for ", file);
   } else if (error == ENOENT || error == ENODEV || error == ENXIO) {
-    why += text("; a container needs /dev/infiniband/", device.dev_name, " passed into it");
+    why += text("; a container needs ", file, " passed into it");
   }
   if (error == EMFILE) why += "; RLIMIT_NOFILE: raise it with ulimit -n";
   return why;
@@ -284,7 +287,7 @@ struct Pin {
 
 template <class... Parts>
 [[noreturn]] void fail_pin(const std::string& entry, const Parts&... parts) {
-  fail(ErrorKind::Unsupported, "nics entry '", entry, "': ", parts...);
+  fail(ErrorKind::Unsupported, "'", entry, "' of nics or ONESIDED_NICS: ", parts...);
 }
 
 std::optional<unsigned> to_number(std::string_view digits) {

@@ -1,6 +1,7 @@
 #include "verbs/hub.h"
 
 #if ONESIDED_HAS_VERBS
+#include <arpa/inet.h>
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/epoll.h>
@@ -19,7 +20,13 @@ namespace {
 // Where peers introduce themselves: at the address that the first rail's GID stands for, which they must be able to reach in
 // any case, or at this host's own.
 std::string listening_host(const std::vector<Rail>& rails, const std::string& asked) {
-  if (!asked.empty()) return asked;
+  if (!asked.empty()) {
+    in6_addr parsed{};
+    if (::inet_pton(AF_INET, asked.c_str(), &parsed) != 1 && ::inet_pton(AF_INET6, asked.c_str(), &parsed) != 1) {
+      fail(ErrorKind::Bounds, "address or ONESIDED_RDMA_ADDRESS: '", asked, "' is no IP address");
+    }
+    return asked;
+  }
   const Gid& gid = rails[0].gid;
   const bool link_local = gid.value.raw[0] == 0xFE && (gid.value.raw[1] & 0xC0) == 0x80;
   if (gid.type != IBV_GID_TYPE_IB && !link_local) return gid.address();
@@ -313,8 +320,8 @@ std::optional<Message> Hub::answer(Incoming& peer, const Message& message) {
           return other.second.attached.count(message.id) != 0;
         });
         if (peer.attached.count(message.id) == 0 && peers >= memory.most_peers()) {
-          fail(ErrorKind::Unsupported, "attach: this memory was made for ", memory.most_peers(),
-               " peers and has as many");
+          fail(ErrorKind::Unsupported, "attach: all ", memory.most_peers(),
+               " places of this memory, for peers and for its owner itself, are taken");
         }
         reply.say = Say::Attached;
         reply.reach = memory.reach();

@@ -103,7 +103,7 @@ Description RdmaMemory::describe() const {
       {"nbytes", std::to_string(nbytes_)},
       {"access", name_of(access_)},
       {"signals", std::to_string(control_.signals())},
-      {"memory", text("registered with ", hub_->devices().size(), " rails",
+      {"memory", text("registered with ", hub_->devices().size(), hub_->devices().size() == 1 ? " rail" : " rails",
                       registration == nullptr ? ""
                       : registration->pieces() > 1
                           ? text(" in ", registration->pieces(), " regions of ", registration->piece_nbytes(), " bytes")

@@ -17,6 +17,15 @@ std::string megabytes(std::uint64_t nbytes) {
   return nbytes < (1u << 20) ? text(nbytes >> 10, " KiB") : text(nbytes >> 20, " MiB");
 }
 
+// As /proc/self/status has it, "384 kB" for instance.
+std::string pinned_memory() {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);) {
+    if (line.rfind("VmPin:", 0) == 0) return line.substr(line.find_first_not_of(" \t", 6));
+  }
+  return "an unknown number";
+}
+
 // Which limit a refused registration has met, as far as can be told.
 std::string limit_met(int error, const Device& device, std::uint64_t nbytes) {
   rlimit locked{};
@@ -24,15 +33,16 @@ std::string limit_met(int error, const Device& device, std::uint64_t nbytes) {
   const bool privileged = ::geteuid() == 0;
   std::string maps;
   std::ifstream("/proc/sys/vm/max_map_count") >> maps;
+  const std::string pinned = text(", of which ", pinned_memory(), " are pinned already (each device pins its own)");
   if (error == ENOMEM && locked.rlim_cur != RLIM_INFINITY && !privileged) {
-    return text("RLIMIT_MEMLOCK is ", megabytes(locked.rlim_cur),
+    return text("RLIMIT_MEMLOCK is ", megabytes(locked.rlim_cur), pinned,
                 ": raise it (ulimit -l unlimited, LimitMEMLOCK=infinity in systemd, memlock in limits.conf)");
   }
   if (error == ENOMEM) {
     return text("the system or the device has no room for it: max_mr of ", device.name(), " is ",
                 device.limits().max_mr, ", vm.max_map_count ", maps, ", RLIMIT_MEMLOCK ",
-                locked.rlim_cur == RLIM_INFINITY ? "unlimited" : megabytes(locked.rlim_cur), ", the region ",
-                megabytes(nbytes));
+                locked.rlim_cur == RLIM_INFINITY ? "unlimited" : text(megabytes(locked.rlim_cur), pinned),
+                ", the region ", megabytes(nbytes));
   }
   if (error == EPERM || error == EACCES) return "RLIMIT_MEMLOCK or the permissions of the device forbid it";
   if (error == EFAULT)

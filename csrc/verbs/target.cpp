@@ -16,6 +16,13 @@ constexpr std::uint64_t kStripeUnit = 4096;
 constexpr unsigned kNumberBits = 40;
 constexpr std::uint64_t kNumberMask = (std::uint64_t{1} << kNumberBits) - 1;
 
+void check_deadline(const char* operation, const std::string& peer, const Deadline& deadline) {
+  if (deadline.passed()) {
+    fail(ErrorKind::DeadlineExceeded, operation, " to ", peer, ": the deadline passed; ",
+         operation[0] == 'g' ? "its destination is not written again" : "its source is not read again");
+  }
+}
+
 class RdmaWork final : public Work {
  public:
   RdmaWork(std::shared_ptr<RdmaTarget> target, Channel& channel, const char* operation, const Ticket& first,
@@ -53,7 +60,8 @@ class RdmaWork final : public Work {
   bool over() const { return channel_.complete(last_) || channel_.ended(); }
   void cancel() {
     channel_.end(ErrorKind::DeadlineExceeded,
-                 "the deadline passed, and all that was under way to this peer was cancelled; no source is read again");
+                 "the deadline passed, and all that was under way to this peer was cancelled; no source is read, and "
+                 "no destination written, again");
   }
 
   const std::shared_ptr<RdmaTarget> target_;
@@ -309,7 +317,8 @@ void RdmaTarget::await(const char* operation, Channel& channel, const Ticket& fi
   }
   if (!in_time) {
     channel.end(ErrorKind::DeadlineExceeded,
-                "the deadline passed, and all that was under way to this peer was cancelled; no source is read again");
+                "the deadline passed, and all that was under way to this peer was cancelled; no source is read, and no "
+                "destination written, again");
   }
   if (channel.complete(last)) return;
   told(channel);
@@ -337,8 +346,8 @@ Channel::Word RdmaTarget::word(const Channel& channel, const Signal& signal) con
 // Cuts `nbytes` into shares, one a lane. Calls `post(lane, at, end of the share, number)`, which posts as much from `at` on as
 // one work request can take, sets its number, and returns how much that was.
 template <class Post>
-std::pair<Ticket, Ticket> RdmaTarget::in_parts(Channel& channel, std::uint64_t nbytes, bool one_lane,
-                                               const Post& post) {
+std::pair<Ticket, Ticket> RdmaTarget::in_parts(const char* operation, Channel& channel, std::uint64_t nbytes,
+                                               bool one_lane, const Deadline& deadline, const Post& post) {
   const std::size_t lanes = one_lane || nbytes < kStriped ? 1 : channel.lanes();
   const std::uint64_t share = lanes == 1 ? nbytes : (nbytes / lanes + kStripeUnit - 1) / kStripeUnit * kStripeUnit;
   Ticket first{}, last{};
@@ -350,6 +359,9 @@ std::pair<Ticket, Ticket> RdmaTarget::in_parts(Channel& channel, std::uint64_t n
         at += post(lane, at, end, last[lane]);
         if (first[lane] == 0) first[lane] = last[lane];
         track(channel, lane, last[lane]);
+        if (at == end) break;
+        check_deadline(operation, peer().name(), deadline);
+        check_interrupt();
       }
     }
   } catch (...) {
@@ -383,14 +395,6 @@ std::shared_ptr<Work> RdmaTarget::later(const char* operation, Channel& channel,
   return std::make_shared<RdmaWork>(std::static_pointer_cast<RdmaTarget>(shared_from_this()), channel, operation, first,
                                     last, how.deadline);
 }
-
-namespace {
-void check_deadline(const char* operation, const std::string& peer, const Deadline& deadline) {
-  if (deadline.passed()) {
-    fail(ErrorKind::DeadlineExceeded, operation, " to ", peer, ": the deadline passed; its source is not read again");
-  }
-}
-}  // namespace
 
 std::shared_ptr<Work> RdmaTarget::write(const void* source, std::uint64_t nbytes, std::uint64_t offset,
                                         const std::optional<Signal>& signal, const How& how) {
@@ -460,7 +464,8 @@ std::shared_ptr<Work> RdmaTarget::write_any(const void* source, std::uint64_t nb
     // An asynchronous signal stays behind its bytes only on one queue pair; nobody is there to send it later.
     const bool one_lane = signal && (how.async || channel.lanes() == 1);
     auto [first, last] = in_parts(
-        channel, nbytes, one_lane, [&](std::size_t lane, std::uint64_t at, std::uint64_t end, std::uint64_t& number) {
+        "put", channel, nbytes, one_lane, how.deadline,
+        [&](std::size_t lane, std::uint64_t at, std::uint64_t end, std::uint64_t& number) {
           const std::uint64_t part = std::min({end - at, to_end_of_piece(offset + at), local.to_end_of_piece(from + at),
                                                std::uint64_t{channel.longest_message()}});
           const bool is_last = at + part == end;
@@ -518,7 +523,8 @@ std::shared_ptr<Work> RdmaTarget::read(void* destination, std::uint64_t nbytes, 
     const Local local(connection_->hub(), destination, nbytes, how, true);
     char* const to = static_cast<char*>(destination);
     const auto [first, last] = in_parts(
-        channel, nbytes, false, [&](std::size_t lane, std::uint64_t at, std::uint64_t end, std::uint64_t& number) {
+        "get", channel, nbytes, false, how.deadline,
+        [&](std::size_t lane, std::uint64_t at, std::uint64_t end, std::uint64_t& number) {
           const std::uint64_t part = std::min({end - at, to_end_of_piece(offset + at), local.to_end_of_piece(to + at),
                                                std::uint64_t{channel.longest_message()}});
           number = channel.read(lane, to + at, static_cast<std::uint32_t>(part),
@@ -552,7 +558,8 @@ std::uint64_t RdmaTarget::atomic_address(const char* operation, std::uint64_t of
   check(operation, Access::ReadWrite, offset, sizeof(std::uint64_t));
   const std::uint64_t address = reach_.address + offset_ + offset;
   if (address % sizeof(std::uint64_t) != 0) {
-    fail(ErrorKind::Bounds, operation, ": offset ", offset, " is not aligned to 8 bytes");
+    fail(ErrorKind::Bounds, operation, ": the word at offset ", offset, " is not aligned to 8 bytes in the memory of ",
+         peer().name());
   }
   return address;
 }

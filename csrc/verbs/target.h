@@ -65,7 +65,8 @@ class RdmaTarget final : public Target {
   std::uint64_t to_end_of_piece(std::uint64_t offset) const;
   Channel::Word word(const Channel& channel, const Signal& signal) const;
   template <class Post>
-  std::pair<Ticket, Ticket> in_parts(Channel& channel, std::uint64_t nbytes, bool one_lane, const Post& post);
+  std::pair<Ticket, Ticket> in_parts(const char* operation, Channel& channel, std::uint64_t nbytes, bool one_lane,
+                                     const Deadline& deadline, const Post& post);
   Ticket write_copied(Channel& channel, const char* source, std::uint64_t nbytes, std::uint64_t offset,
                       const Channel::Word* then, const How& how);
   std::shared_ptr<Work> later(const char* operation, Channel& channel, const Ticket& first, const Ticket& last,

@@ -35,10 +35,10 @@ std::shared_ptr<Hub> make_hub(const RdmaOptions& options) {
 
 }  // namespace
 
-std::string RdmaTransport::unsupported_reason() {
+std::string RdmaTransport::unsupported_reason(const std::vector<std::string>& nics) {
   if (std::string reason = unavailable(); !reason.empty()) return reason;
   try {
-    choose_rails(survey(), RailChoice{});
+    choose_rails(survey(), {.nics = nics, .numa_node = -1, .pci_path = {}});
     return "";
   } catch (const Error& error) {
     return error.what();

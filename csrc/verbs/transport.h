@@ -18,7 +18,7 @@ struct RdmaOptions {
 class RdmaTransport final : public Transport {
  public:
   // Why there can be none here; empty if there can. Opens every device once and changes nothing.
-  static std::string unsupported_reason();
+  static std::string unsupported_reason(const std::vector<std::string>& nics);
 
   explicit RdmaTransport(const RdmaOptions& options);
   ~RdmaTransport() override;

@@ -211,6 +211,69 @@ def test_case_19_a_resized_storage(alone) -> None:
     alone(resized_storage, devices=1)
 
 
+def freed_and_allocated_again(fake: FakeVerbs) -> None:
+    """As FSDP does with its flat parameters: the storage lives on, and often has the same address again."""
+    import torch
+
+    with windows(2, 4 * MIB) as (near, far):
+        tensor = torch.full((4 * MIB,), 1, dtype=torch.uint8)
+        storage = tensor.untyped_storage()
+        near.put(tensor, 1)
+        alive = fake.live("mrs")
+        same_address = 0
+        for turn in range(2, 12):
+            before, address = registered(fake), tensor.data_ptr()
+            storage.resize_(0)
+            storage.resize_(4 * MIB)
+            same_address += tensor.data_ptr() == address
+            tensor.fill_(turn)
+            near.put(tensor, 1)
+            assert registered(fake) == before + 1
+            assert fake.live("mrs") == alive
+            assert (far.array == turn).all()
+            near.put(tensor, 1)
+            assert registered(fake) == before + 1
+        assert same_address > 0
+
+
+def test_case_19_a_storage_that_is_freed_and_allocated_again(alone) -> None:
+    alone(freed_and_allocated_again, devices=1)
+
+
+def not_to_be_marked(fake: FakeVerbs) -> None:
+    """Where pages cannot be locked, a change of them would not be noticed: storages are registered each time."""
+    import resource
+
+    import torch
+
+    with windows(2, MIB) as (near, far):
+        tensor = torch.zeros(MIB, dtype=torch.uint8)
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
+        drop_lock_capability()
+        alive = fake.live("mrs")
+        for turn in range(1, 4):
+            tensor.fill_(turn)
+            before = registered(fake)
+            near.put(tensor, 1)
+            assert registered(fake) == before + 1
+            assert fake.live("mrs") == alive
+            assert (far.array == turn).all()
+
+
+def drop_lock_capability() -> None:
+    """Takes CAP_IPC_LOCK from this thread, if it has it (capset(2), version 3)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    data = (ctypes.c_uint32 * 6)()
+    assert libc.capget(header, data) == 0
+    data[0] &= ~(1 << 14)
+    assert libc.capset(header, data) == 0
+
+
+def test_storages_that_cannot_be_marked_are_not_kept(alone) -> None:
+    alone(not_to_be_marked, devices=1)
+
+
 def resized_bytearray(fake: FakeVerbs) -> None:
     """A bytearray cannot be watched: it is registered for each operation, and only for as long."""
     with windows(2, 4 * MIB) as (near, far):

@@ -5,6 +5,7 @@ import os
 import numpy as np
 import pytest
 from harness import Kind, Processes, pattern, raises, same
+from onesided.windows.fabric import Fabric
 
 from onesided import BoundsError, Group, StaleHandle, Unsupported, Window
 
@@ -143,3 +144,21 @@ def different_wishes(group: Group) -> None:
 
 def test_ranks_that_ask_for_different_kinds(processes: Processes, rdma: Kind) -> None:
     processes.run(different_wishes, 2)
+
+
+def test_the_memory_has_a_place_for_every_rank() -> None:
+    """In each of its two registrations; the default of a transport is 256."""
+    asked: list[int] = []
+
+    class Recorder:
+        def register_memory(self, memory: object, access: str, *, signals: int, max_peers: int = 256) -> object:
+            asked.append(max_peers)
+            return memory
+
+    class Memory:
+        access, signals = "rw", 1
+
+    fabric = Fabric.__new__(Fabric)
+    fabric.transport, fabric.far, fabric._most_peers = None, Recorder(), 1001  # type: ignore[assignment]
+    fabric.register(lambda _: (None, Memory()))  # type: ignore[arg-type,return-value]
+    assert asked == [1001]

@@ -607,3 +607,56 @@ def process_of(group: Group) -> int:
 
     assert "torch" not in sys.modules
     return os.getpid()
+
+
+# ---- Storages that are freed and allocated again (case 19) -----------------------------------------------------------
+
+
+def reallocated(group: Group, kind: Kind) -> None:
+    """As FSDP does: the tensor lives on, its memory is given back, and often comes at the same address again."""
+    import torch
+
+    most = 4 << 20
+    window = Window.allocate(group, most, transport=kind.name)
+    same_address = 0
+    for nbytes in (5000, 100_000, 1 << 20, most):
+        tensor = torch.zeros(nbytes, dtype=torch.uint8)
+        storage = tensor.untyped_storage()
+        for turn in range(1, 12):
+            address = tensor.data_ptr()
+            storage.resize_(0)
+            storage.resize_(nbytes)
+            same_address += tensor.data_ptr() == address
+            tensor.fill_(turn)
+            window.put(tensor, 0)
+            window.flush(0)
+            assert (window.array[:nbytes] == turn).all(), f"put of {nbytes} bytes, turn {turn}"
+            storage.resize_(0)
+            storage.resize_(nbytes)
+            window.array[:nbytes] = 100 + turn
+            window.get(tensor, 0)
+            assert (tensor == 100 + turn).all(), f"get of {nbytes} bytes, turn {turn}"
+    assert same_address > 0
+    window.close()
+
+
+def test_case_19_reallocated_storages(ranks: Ranks, kind: Kind) -> None:
+    ranks.run(reallocated, 1, kind)
+
+
+def test_memory_under_a_window_stays_where_it_is(kind: Kind) -> None:
+    """torch refuses to resize what a window lies over; without that, peers would write into freed memory."""
+    import torch
+
+    with Group.local(1)[0] as group:
+        for dtype in (torch.uint8, torch.bfloat16):
+            tensor = torch.ones(1000, dtype=dtype)
+            with Window.create(group, tensor, transport=kind.name) as window:
+                window.put(torch.full((1000,), 2, dtype=dtype), 0)
+                window.flush(0)
+                assert (tensor == 2).all()
+                address = tensor.data_ptr()
+                for use in (lambda t=tensor: t.untyped_storage().resize_(0), lambda t=tensor: t.resize_(5_000_000)):
+                    with pytest.raises(RuntimeError, match="resiz"):
+                        use()
+                assert tensor.untyped_storage().data_ptr() == address
