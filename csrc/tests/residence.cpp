@@ -39,12 +39,14 @@ TEST_CASE("residence: memory stays, and a new mapping at its address is another"
 
   map_at(memory);
   CHECK(!residence->intact());
+  residence = nullptr;  // it must not take the marks of the next
   residence = Residence::claim(memory, kPages * kPage);
   CHECK(residence != nullptr);
   CHECK(residence->intact());
 
   // A part that is new is enough, at either end.
   for (const std::size_t page : {std::size_t{0}, kPages - 1}) {
+    residence = nullptr;
     map_at(memory);
     residence = Residence::claim(memory, kPages * kPage);
     ::mmap(memory + page * kPage, kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);

@@ -469,7 +469,7 @@ TEST_CASE("shm: slots are used up, given back, and enough for many in turn") {
   const auto attach = [&] { return reach.to_b->attach(reach.memory->remote(), patience()); };
   auto second = attach();
   CHECK(raised([&] { attach(); }) == "Unsupported");
-  CHECK(contains(said([&] { attach(); }), "2 peers"));
+  CHECK(contains(said([&] { attach(); }), "all 2 places"));
   CHECK(raised([&] { reach.b->loop_back(reach.memory, "b"); }) == "Unsupported");
   second = nullptr;  // closed with its last user; the message is on its way before the next question is
   second = attach();

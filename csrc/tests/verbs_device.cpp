@@ -277,23 +277,26 @@ TEST_CASE("device: ports and GIDs can be pinned") {
 TEST_CASE("device: a wrong entry is named, with what there is") {
   const auto ports = some_ports();
   CHECK(refusal(ports, {"mlx5_0", "mlx5_9"}) ==
-        "nics entry 'mlx5_9': there is no such port; there are mlx5_0:1, mlx5_1:1, mlx5_1:2, mlx5_2:1, mlx5_3, rxe0:1");
-  CHECK(contains(refusal(ports, {"mlx5_1:3"}), "nics entry 'mlx5_1:3': there is no such port"));
-  CHECK(refusal({}, {"mlx5_0"}) == "nics entry 'mlx5_0': there is no such port; there is no RDMA device here");
-  CHECK(refusal(ports, {"mlx5_2"}) == "nics entry 'mlx5_2': mlx5_2:1: port is DOWN");
-  CHECK(contains(refusal(ports, {"mlx5_3:1"}), "nics entry 'mlx5_3:1': mlx5_3: does not open"));
+        "'mlx5_9' of nics or ONESIDED_NICS: there is no such port; there are mlx5_0:1, mlx5_1:1, mlx5_1:2, mlx5_2:1, "
+        "mlx5_3, rxe0:1");
+  CHECK(contains(refusal(ports, {"mlx5_1:3"}), "'mlx5_1:3' of nics or ONESIDED_NICS: there is no such port"));
+  CHECK(refusal({}, {"mlx5_0"}) ==
+        "'mlx5_0' of nics or ONESIDED_NICS: there is no such port; there is no RDMA device here");
+  CHECK(refusal(ports, {"mlx5_2"}) == "'mlx5_2' of nics or ONESIDED_NICS: mlx5_2:1: port is DOWN");
+  CHECK(contains(refusal(ports, {"mlx5_3:1"}), "'mlx5_3:1' of nics or ONESIDED_NICS: mlx5_3: does not open"));
   CHECK(refusal(ports, {"mlx5_1:1/7"}) ==
-        "nics entry 'mlx5_1:1/7': mlx5_1:1 has no such GID; its table has 0 fe80::1 (RoCE v1), 1 fe80::1 (RoCE v2), "
+        "'mlx5_1:1/7' of nics or ONESIDED_NICS: mlx5_1:1 has no such GID; its table has 0 fe80::1 (RoCE v1), 1 fe80::1 "
+        "(RoCE v2), "
         "2 10.0.0.8 (RoCE v1), 3 10.0.0.8 (RoCE v2)");
   CHECK(
       contains(refusal(ports, {"mlx5_0:1/10.0.0.8"}), "mlx5_0:1 has no such GID; its table has 3 10.0.0.7 (RoCE v2)"));
   CHECK(contains(refusal(ports, {"mlx5_1:1", "mlx5_1"}),
-                 "nics entry 'mlx5_1': mlx5_1:1 is already pinned by 'mlx5_1:1'"));
+                 "'mlx5_1' of nics or ONESIDED_NICS: mlx5_1:1 is already pinned by 'mlx5_1:1'"));
   for (const char* entry : {"", ":1", "/3", "mlx5_0:", "mlx5_0:0", "mlx5_0:x", "mlx5_0:1:1", "mlx5_0:-1",
                             "mlx5_0:99999999999", "mlx5_0:1/", "mlx5_0:1/eth0", "mlx5_0:1/10.0.0", "mlx5_0:1/3/3"}) {
     CAPTURE(entry);
     const std::string refused = refusal(ports, {entry});
-    CHECK(contains(refused, text("nics entry '", entry, "'")));
+    CHECK(contains(refused, text("'", entry, "' of nics or ONESIDED_NICS")));
     CHECK(contains(refused, "write DEVICE, DEVICE:PORT or DEVICE:PORT/GID"));
   }
   std::vector<Port> many;
@@ -302,7 +305,7 @@ TEST_CASE("device: a wrong entry is named, with what there is") {
     many.push_back(port({name}));
     all.push_back({name});
   }
-  CHECK(contains(refusal(many, all), "nics entry 'i': it is one more than the 8 rails"));
+  CHECK(contains(refusal(many, all), "'i' of nics or ONESIDED_NICS: it is one more than the 8 rails"));
 }
 
 TEST_CASE("device: a port and a rail describe themselves") {
@@ -435,7 +438,7 @@ TEST_CASE("device: none, one that is down, one that does not open, several of wh
          {"fake0:1: port is DOWN", "fake1: does not open", "fake2: does not", "fake3: has no port"}) {
       CHECK(contains(all, name));
     }
-    CHECK(contains(refusal(ports, {"fake1:1"}), "nics entry 'fake1:1': fake1: does not open"));
+    CHECK(contains(refusal(ports, {"fake1:1"}), "'fake1:1' of nics or ONESIDED_NICS: fake1: does not open"));
   }
   for (const unsigned healthy : {0U, 1U, 2U, 3U}) {
     fake::Machine one_works = machine;
