@@ -125,7 +125,7 @@ class Window(_core.Window):
         A tensor over allocated memory (of another window, or of transport.allocate) is shared as it is. Any other stays
         where it is and is reached through the kernel, where the system permits one process to reach into another: it
         raises Unsupported, telling why, where not. Atomics need allocated memory. The tensor is kept alive until the
-        window is closed; it must not be resized.
+        window is closed, and can no more be resized.
 
         Raises LayoutError for a strided or read-only one. Otherwise as allocate().
         """
