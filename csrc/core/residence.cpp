@@ -1,6 +1,7 @@
 #include "core/residence.h"
 
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -16,6 +17,14 @@ std::size_t page_nbytes() {
 
 bool locked(char* page) {
   return ::msync(page, page_nbytes(), MS_INVALIDATE) != 0 && errno == EBUSY;
+}
+
+// Straight to the system: sanitizers have an mlock() that does nothing.
+bool lock(char* first, std::size_t nbytes) {
+  return ::syscall(SYS_mlock, first, nbytes) == 0;
+}
+void unlock(char* first, std::size_t nbytes) {
+  ::syscall(SYS_munlock, first, nbytes);
 }
 
 // Then a mark says nothing.
@@ -35,8 +44,8 @@ std::unique_ptr<Residence> Residence::claim(void* data, std::size_t nbytes) {
   char* const first = reinterpret_cast<char*>(begin & ~mask);
   char* const last = reinterpret_cast<char*>((begin + nbytes - 1) & ~mask);
   const bool before = locked(first) || locked(last);  // by the program itself, or with a neighbour
-  if (const std::size_t all = static_cast<std::size_t>(last - first) + page_nbytes(); ::mlock(first, all) != 0) {
-    if (!before) ::munlock(first, all);  // a part of it may be
+  if (const std::size_t all = static_cast<std::size_t>(last - first) + page_nbytes(); !lock(first, all)) {
+    if (!before) unlock(first, all);  // a part of it may be
     return nullptr;
   }
   std::unique_ptr<Residence> residence(new Residence(first, last, !before));
@@ -44,7 +53,7 @@ std::unique_ptr<Residence> Residence::claim(void* data, std::size_t nbytes) {
 }
 
 Residence::~Residence() {
-  if (release_ && intact()) ::munlock(first_, static_cast<std::size_t>(last_ - first_) + page_nbytes());
+  if (release_ && intact()) unlock(first_, static_cast<std::size_t>(last_ - first_) + page_nbytes());
 }
 
 bool Residence::intact() const {
