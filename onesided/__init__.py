@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .rpc import Directory, Group, Server, run_local
     from .stats import stats
     from .transport import RdmaTransport, RemoteMemory, ShmTransport, Work, open_transport
-    from .windows import Window
+    from .windows import Plan, Window
 
 __version__ = "0.1.0"
 
@@ -42,6 +42,7 @@ __all__ = [
     "HandleError",
     "LayoutError",
     "OnesidedError",
+    "Plan",
     "RdmaTransport",
     "RegistrationError",
     "RemoteAccessError",
@@ -73,7 +74,7 @@ _ROOMS = {
     "rpc": ["Directory", "Group", "Server", "run_local"],
     "stats": ["stats"],
     "transport": ["RdmaTransport", "RemoteMemory", "ShmTransport", "Work", "open_transport"],
-    "windows": ["Window"],
+    "windows": ["Plan", "Window"],
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 

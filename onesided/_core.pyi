@@ -3,6 +3,8 @@
 The data plane of onesided. Use it through onesided.transport and onesided.windows.
 """
 
+from collections.abc import Iterable
+
 import onesided.errors
 
 
@@ -74,6 +76,25 @@ class Memory:
 
     def signal_value(self, index: int) -> int:
         """The count of signal `index` now."""
+
+    def permit(self, peer: str, access: str) -> None:
+        """
+        What `peer` may do that opens this memory from now on: "r", "w", "rw" or "", nothing.
+
+        `peer` is the name that its endpoint was bound for (Transport.bind); "" stands for all who have no permission of their own, who
+        may do what the memory was made for. RemoteAccessError for more than that. Rights that a peer has already taken up stay; revoke()
+        ends them.
+        """
+
+    def revoke(self, peer: str, timeout_s: float | None = 5.0) -> None:
+        """
+        Ends the access of `peer`, for good. When it returns, none of its operations is under way and none succeeds any more.
+
+        Its operations fail with StaleHandle, its next attempt to open the memory with RemoteAccessError. Others are not disturbed: over
+        RDMA the memory is registered anew, and they get the new keys at their next operation. DeadlineExceeded if the peer was stopped
+        in the middle of an operation on shm; over RDMA its queue pairs are taken away instead. RegistrationError if there cannot be a
+        second registration; then nothing has changed.
+        """
 
     def close(self, timeout_s: float | None = 5.0) -> None:
         """
@@ -185,15 +206,18 @@ class Connection:
         Adds to a signal of `remote` when all earlier writes to it are visible.
         """
 
-    def fetch_add(self, remote: RemoteMemory, offset_bytes: int, add: int, *, timeout_s: float | None = None) -> int:
+    def fetch_add(self, remote: RemoteMemory, offset_bytes: int, add: int, *, word_nbytes: int = 8, timeout_s: float | None = None) -> int:
         """
-        Adds to an aligned 8-byte word atomically; returns what it held, in [0, 2**64).
+        Adds to an aligned word of 8 bytes, or of 4, atomically; returns what it held, as an unsigned number.
         """
 
-    def compare_swap(self, remote: RemoteMemory, offset_bytes: int, expected: int, desired: int, *, timeout_s: float | None = None) -> int:
+    def compare_swap(self, remote: RemoteMemory, offset_bytes: int, expected: int, desired: int, *, word_nbytes: int = 8, timeout_s: float | None = None) -> int:
         """
-        Sets an aligned 8-byte word to `desired` if it holds `expected`; returns what it held, in [0, 2**64).
+        Sets an aligned word to `desired` if it holds `expected`; returns what it held.
         """
+
+    def swap(self, remote: RemoteMemory, offset_bytes: int, value: int, *, word_nbytes: int = 8, timeout_s: float | None = None) -> int:
+        """Sets an aligned word to `value`; returns what it held."""
 
     def flush(self, remote: RemoteMemory, timeout_s: float | None = None) -> None:
         """Returns when all earlier operations on `remote` are visible there."""
@@ -260,9 +284,12 @@ class Transport:
         where the system permits that (they are told at their first operation if not), and atomics are Unsupported.
         """
 
-    def bind(self, *, shared: bool = False) -> bytes:
+    def bind(self, *, shared: bool = False, peer: str = '') -> bytes:
         """
         An endpoint to give to a peer for connect(): good for one connection, or for any number if `shared`.
+
+        Whoever connects with it is known as `peer` to Memory.permit() and revoke(). It is a secret: do not publish one that was made for
+        somebody.
         """
 
     def connect(self, endpoint: bytes, *, name: str = '', timeout_s: float | None = 30.0) -> Connection:
@@ -309,6 +336,27 @@ def rdma_unsupported_reason(nics: list[str]) -> str | None:
     Why there can be no rdma transport over these ports, or over any if none is named. Opens every device once.
     """
 
+class Plan:
+    """
+    Pieces of memory here, each with its place in a window: what put_many() and get_many() move.
+
+    Made once and used again and again, as long as the buffers stay where they are: a tensor in it must not be resized. It keeps them
+    alive. Pieces are unordered; where they overlap at their goal, either may win.
+    """
+
+    def __init__(self, pieces: Iterable[tuple[object, int]]) -> None:
+        """
+        `pieces`: pairs of a contiguous tensor, array or buffer and an offset in bytes.
+
+        Raises LayoutError, BoundsError and TypeError that name the piece.
+        """
+
+    def __len__(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Of all pieces together."""
+
 class Window:
     """The data path of onesided.windows.Window, which see."""
 
@@ -338,6 +386,19 @@ class Window:
         A get is not ordered against a put of somebody else: wait for a signal that says that the bytes are there.
         """
 
+    def put_many(self, pieces: Plan | Iterable[tuple[object, int]], peer: int, *, signal: int | None = None, add: int = 1, async_op: bool = False, timeout_s: float | None = None) -> Work:
+        """
+        Writes many pieces in one call: a Plan, or pairs of a buffer and its offset in bytes in the window of rank `peer`.
+
+        All are checked before any byte moves. They are unordered among each other; `signal` comes after all of them, and of all
+        puts before. Otherwise as put().
+        """
+
+    def get_many(self, pieces: Plan | Iterable[tuple[object, int]], peer: int, *, async_op: bool = False, timeout_s: float | None = None) -> Work:
+        """
+        Fills many pieces in one call, each from its offset in bytes in the window of rank `peer`. Otherwise as get().
+        """
+
     def signal(self, peer: int, index: int, add: int = 1, *, async_op: bool = False, timeout_s: float | None = None) -> Work:
         """
         Adds `add` to signal `index` of rank `peer`, when every earlier put from here to `peer` on this window is visible.
@@ -358,6 +419,14 @@ class Window:
         DeadlineExceeded, ConnectionLost, StaleHandle if the window is closed meanwhile, Unsupported on an attached window.
         """
 
+    def wait_any(self, signals: Iterable[tuple[int, int]], *, source: int | None = None, timeout_s: float | None = None, spin_s: float = 5e-05) -> int:
+        """
+        Waits until one of several signals of this rank has reached its count; returns its place among them.
+
+        `signals`: pairs of an index and a count. If several have come, it is the first in order. Consumes nothing. Otherwise as
+        wait_signal().
+        """
+
     def signal_value(self, index: int) -> int:
         """
         The count of signal `index` of this rank now. What its signals announced is visible.
@@ -368,16 +437,31 @@ class Window:
         True if signal `index` of this rank has reached `at_least`. Never blocks.
         """
 
-    def fetch_add(self, peer: int, offset_bytes: int, add: int, *, timeout_s: float | None = None) -> int:
+    def fetch_add(self, peer: int, offset_bytes: int, add: int, *, word_nbytes: int = 8, timeout_s: float | None = None) -> int:
         """
-        Adds to the aligned 8-byte word at `offset_bytes` of rank `peer`, atomically against all other atomics on it.
+        Adds to the aligned word at `offset_bytes` of rank `peer`, atomically against all other atomics on it.
 
-        Returns what it held, in [0, 2**64). Unsupported on a window over a private tensor.
+        Returns what it held, as an unsigned number. Words have 8 bytes, or 4 with `word_nbytes`; over RDMA the aligned 8 bytes around
+        one of 4 must be within the window. `peer` may be this rank: its own words go the same way, which a plain `array[i] += 1` does
+        not. Unsupported on a window over a private tensor.
         """
 
-    def compare_swap(self, peer: int, offset_bytes: int, expected: int, desired: int, *, timeout_s: float | None = None) -> int:
+    def compare_swap(self, peer: int, offset_bytes: int, expected: int, desired: int, *, word_nbytes: int = 8, timeout_s: float | None = None) -> int:
         """
-        Sets the aligned 8-byte word to `desired` if it holds `expected`; returns what it held, in [0, 2**64).
+        Sets the aligned word to `desired` if it holds `expected`; returns what it held. Otherwise as fetch_add().
+        """
+
+    def swap(self, peer: int, offset_bytes: int, value: int, *, word_nbytes: int = 8, timeout_s: float | None = None) -> int:
+        """
+        Sets the aligned word to `value`; returns what it held. Otherwise as fetch_add().
+        """
+
+    def atomic_load(self, offset_bytes: int, *, word_nbytes: int = 8) -> int:
+        """
+        What an aligned word of this rank's memory holds now, never torn.
+
+        What its value announces is visible: reads after this see what was put before the word was set by fetch_add, swap or
+        compare_swap behind a flush. Unsupported on an attached window.
         """
 
     def flush(self, peer: int | None = None, timeout_s: float | None = None) -> None:
@@ -387,6 +471,15 @@ class Window:
         The target need not call anything. Raises the first failure of an asynchronous operation that nobody was told of, and
         ConnectionLost for a rank that is lost: every time, without `peer` until acknowledge_lost(), which says that the program
         knows. When the deadline passes, what is left is cancelled and DeadlineExceeded is raised.
+        """
+
+    def fence(self, peer: int) -> None:
+        """
+        Orders without waiting: what is issued to `peer` from here on takes effect after all that was issued before.
+
+        That is, whoever sees the effect of a later operation sees those of the earlier ones, and a put behind it does not change what a
+        get before it reads. The next operation may wait: on shm for asynchronous ones that are under way, over RDMA for a round trip. If
+        an earlier one has failed, and nobody was told, the next raises that and is not carried out.
         """
 
     def lost(self) -> list[int]:

@@ -28,7 +28,7 @@ class Transport(Protocol):
     def register_memory(self, buffer: object, access: str = "rw", *, signals: int = 0, max_peers: int = 256) -> Memory:
         """Makes a tensor or buffer known. Never copies; strided memory raises LayoutError."""
 
-    def bind(self, *, shared: bool = False) -> bytes:
+    def bind(self, *, shared: bool = False, peer: str = "") -> bytes:
         """An endpoint for one connection, or for any number if `shared`."""
 
     def connect(self, endpoint: bytes, *, name: str = "", timeout_s: float | None = 30.0) -> Connection:

@@ -1,5 +1,6 @@
 """Windows: one memory on every rank of a group, written, read and signalled by all without code at the target."""
 
+from .plan import Plan
 from .window import Window
 
-__all__ = ["Window"]
+__all__ = ["Plan", "Window"]

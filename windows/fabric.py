@@ -156,8 +156,8 @@ class Fabric:
             everywhere = self.transport
             if plan.kind == MIXED:
                 everywhere = self.far = open_transport("rdma", why=plan.why)
-            said = {str(rank): everywhere.bind().hex() for rank in others}
-            return said | {f"near {rank}": self.transport.bind().hex() for rank in plan.near}
+            said = {str(rank): everywhere.bind(peer=peer_name(rank)).hex() for rank in others}
+            return said | {f"near {rank}": self.transport.bind(peer=peer_name(rank)).hex() for rank in plan.near}
 
         def connect() -> dict[str, str]:
             everywhere = self.far or self.transport
@@ -220,6 +220,11 @@ class Fabric:
                 transport.close()
 
 
+def peer_name(rank: int) -> str:
+    """By which memories know a rank: its endpoint is bound for this name."""
+    return f"rank {rank}"
+
+
 class Registered(NamedTuple):
     """This rank's memory in a window. `near`: the same memory as peers on this host open it, if that is another way."""
 
@@ -231,11 +236,20 @@ class Registered(NamedTuple):
         near = {} if self.near is None else {"near": self.near.handle().hex()}
         return {"handle": self.memory.handle().hex(), **near}
 
+    def permit(self, peer: str, access: str) -> None:
+        """As Memory.permit, on every way."""
+        for memory in filter(None, self):
+            memory.permit(peer, access)
+
+    def revoke(self, peer: str, countdown: Countdown) -> None:
+        """As Memory.revoke, on every way."""
+        for memory in filter(None, self):
+            memory.revoke(peer, countdown.left_s())
+
     def close(self) -> None:
         """Ends access to it."""
-        self.memory.close()
-        if self.near is not None:
-            self.near.close()
+        for memory in filter(None, self):
+            memory.close()
 
 
 _lock = threading.Lock()

@@ -16,13 +16,15 @@ from onesided.errors import (
     ConnectionLost,
     DeadlineExceeded,
     HandleError,
+    LayoutError,
     OnesidedError,
+    RemoteAccessError,
     StaleHandle,
     Unsupported,
 )
 
 from .exchange import Catalog, Exchange, check_directory, check_group
-from .fabric import Countdown, Registered, agree, fabric_of, shared_transport
+from .fabric import Countdown, Registered, agree, fabric_of, peer_name, shared_transport
 from .layout import Layout, layout_of
 from .names import Name
 
@@ -65,6 +67,7 @@ class Window(_core.Window):
         why: str,
         *,
         tensor: object = None,
+        counters: "Counters | None" = None,
         on_close: Callable[[Countdown], None] | None = None,
     ) -> None:
         super().__init__(name, memory, targets, rank)
@@ -74,6 +77,9 @@ class Window(_core.Window):
         self._kind = kind
         self._why = why
         self._tensor = tensor
+        self._counters = counters
+        self._registered: Registered | None = None
+        self._bind: Callable[..., bytes] | None = None
         self._on_close = on_close
 
     # ---- Making windows ------------------------------------------------------------------------------------------
@@ -89,6 +95,7 @@ class Window(_core.Window):
         device: object = "cpu",
         access: str = "rw",
         signals: int = DEFAULT_SIGNALS,
+        origin_signals: int = 0,
         transport: str = "auto",
         timeout_s: float | None = 60.0,
     ) -> W:
@@ -96,18 +103,21 @@ class Window(_core.Window):
 
         The size is `nbytes`, or `shape` of `dtype` (torch's, numpy's, or a name; there is no default); it may differ
         from rank to rank and be zero. `access` is what the others may do here: "r", "w" or "rw". `signals`: how many
-        counters each rank has.
+        counters each rank has, 2**20 at most. `origin_signals`: how many it has besides for each origin, see
+        origin_signal(); then all ranks must say the same numbers.
 
         Raises RegistrationError if the memory cannot be had, DeadlineExceeded if a rank does not come, OnesidedError if
         it failed on another rank; then no rank has a window.
         """
 
+        counters = Counters(signals, origin_signals)
+
         def make(made_by: Transport) -> tuple[Layout, Memory]:
             check_device(device)
-            layout = layout_of(nbytes, shape, dtype)
-            return layout, made_by.allocate(layout.nbytes, access, signals=signals, max_peers=group.size + 1)
+            layout, total = layout_of(nbytes, shape, dtype), counters.total(group.size)
+            return layout, made_by.allocate(layout.nbytes, access, signals=total, max_peers=group.size + 1)
 
-        return cls._collect(group, make, transport, timeout_s)
+        return cls._collect(group, make, counters, transport, timeout_s)
 
     @classmethod
     def create(
@@ -117,6 +127,7 @@ class Window(_core.Window):
         *,
         access: str = "rw",
         signals: int = DEFAULT_SIGNALS,
+        origin_signals: int = 0,
         transport: str = "auto",
         timeout_s: float | None = 60.0,
     ) -> W:
@@ -130,11 +141,13 @@ class Window(_core.Window):
         Raises LayoutError for a strided or read-only one. Otherwise as allocate().
         """
 
-        def make(made_by: Transport) -> tuple[Layout, Memory]:
-            layout = layout_like(tensor)
-            return layout, made_by.register_memory(tensor, access, signals=signals, max_peers=group.size + 1)
+        counters = Counters(signals, origin_signals)
 
-        return cls._collect(group, make, transport, timeout_s, tensor=tensor)
+        def make(made_by: Transport) -> tuple[Layout, Memory]:
+            layout, total = layout_like(tensor), counters.total(group.size)
+            return layout, made_by.register_memory(tensor, access, signals=total, max_peers=group.size + 1)
+
+        return cls._collect(group, make, counters, transport, timeout_s, tensor=tensor)
 
     @classmethod
     def expose(
@@ -151,12 +164,14 @@ class Window(_core.Window):
         signals: int = DEFAULT_SIGNALS,
         transport: str = "auto",
         max_peers: int = EXPOSED_PEERS,
+        public: bool = True,
         replace: bool = False,
     ) -> W:
         """A window of this process alone, published under `name` for whoever attaches. Not collective.
 
-        Over `tensor`, as in create(), or over new memory, as in allocate(). This process is its rank 0. The name
-        disappears when the window is closed or forgotten, or when this process ends and its lease is over.
+        Over `tensor`, as in create(), or over new memory, as in allocate(). This process is its rank 0. With `public`,
+        whoever can read the directory may attach; else only those that have a ticket, see permit(). The name disappears
+        when the window is closed or forgotten, or when this process ends and its lease is over.
 
         Raises RemoteAccessError if the name belongs to another open window of this process, or to another process whose
         lease has not ended: that of one that was killed runs on for a while. With `replace` the name is taken over; a
@@ -178,12 +193,14 @@ class Window(_core.Window):
         why = f"exposed over {made_by.kind}"
         window: W | None = None
         try:
+            if not public:
+                memory.permit("", "")
             targets = [made_by.loop_back(memory, f"the owner of window {name!r}")]
             window = cls(name, layout, memory, targets, 0, made_by.kind, why, tensor=tensor)
             record = {
                 "version": RECORD_VERSION,
                 "kind": made_by.kind,
-                "endpoint": made_by.bind(shared=True).hex(),
+                "endpoint": made_by.bind(shared=True).hex() if public else "",
                 "handle": memory.handle().hex(),
                 "shape": layout.shape,
                 "dtype": layout.dtype,
@@ -197,36 +214,44 @@ class Window(_core.Window):
                 window.close()
             raise
         window._on_close = published.withdraw
+        window._registered, window._bind = Registered(memory, None), made_by.bind
         log.info("window %r exposed: %d bytes over %s", name, layout.nbytes, made_by.kind)
         return window
 
     @classmethod
-    def attach(cls: type[W], directory: Catalog, name: str, *, timeout_s: float = 10.0) -> W:
+    def attach(cls: type[W], directory: Catalog, name: str, *, ticket: str = "", timeout_s: float = 10.0) -> W:
         """Opens a window that another process has exposed. Not collective.
 
         Waits up to `timeout_s` for the name to appear and for its owner to answer. An owner that has died may be
         restarting: the name is looked up again until then. The window has one rank, 0: its owner. It has no memory and
-        no signals here.
+        no signals here. `ticket`: what the owner's permit() has returned, for a window that is not public.
 
         Raises DeadlineExceeded if the name does not appear, ConnectionLost if its owner has died and no other came,
-        StaleHandle if it was closed, HandleError if the entry is no window; all of them name the window.
+        StaleHandle if it was closed, HandleError if the entry is no window, RemoteAccessError if it is not public or the
+        access was revoked; all of them name the window.
         """
         check_directory(directory, name)
         countdown = Countdown(timeout_s)
         try:
-            return cls._attach(directory, name, timeout_s, countdown)
+            return cls._attach(directory, name, ticket, timeout_s, countdown)
         except OnesidedError as error:
             if repr(name) in str(error):
                 raise
             raise about(f"attaching to window {name!r}", error) from error
 
     @classmethod
-    def _attach(cls: type[W], directory: Catalog, name: str, timeout_s: float, countdown: Countdown) -> W:
+    def _attach(cls: type[W], directory: Catalog, name: str, ticket: str, timeout_s: float, countdown: Countdown) -> W:
         pause_s = RETRY_FIRST_S
         value = directory.lookup(name, timeout_s=timeout_s).value
         gone: OnesidedError | None = None
         while True:
             record = read_record(name, value)
+            if ticket:
+                record = record._replace(endpoint=read_ticket(ticket))
+            elif not record.endpoint:
+                raise RemoteAccessError(
+                    f"window {name!r} is not public: its owner gives out tickets, see Window.permit"
+                )
             try:
                 return cls._attach_to(record, name, countdown)
             except DeadlineExceeded:
@@ -272,6 +297,7 @@ class Window(_core.Window):
         cls: type[W],
         group: Exchange,
         make: Callable[[Transport], tuple[Layout, Memory]],
+        counters: "Counters",
         kind: str,
         timeout_s: float | None,
         tensor: object = None,
@@ -288,10 +314,11 @@ class Window(_core.Window):
 
         def register() -> dict[str, str]:
             made.append(fabric.register(make))
-            return made[0][1].handles()
+            return {**made[0][1].handles(), "counters": counters.spelled()}
 
         def attach_all() -> dict[str, str]:
             own = made[0][1]
+            counters.check_agreed([said["counters"] for said in handles])
             targets.extend(fabric.attach(rank, handles[rank], own, countdown) for rank in range(group.size))
             return {}
 
@@ -306,7 +333,18 @@ class Window(_core.Window):
         layout, registered = made[0]
         why = fabric.plan.why
         log.info("window %r: %d bytes here, %d ranks, over %s", name, layout.nbytes, group.size, fabric.plan.kind)
-        window = cls(name, layout, registered.memory, targets, group.rank, fabric.plan.kind, why, tensor=tensor)
+        window = cls(
+            name,
+            layout,
+            registered.memory,
+            targets,
+            group.rank,
+            fabric.plan.kind,
+            why,
+            tensor=tensor,
+            counters=counters,
+        )
+        window._registered = registered
         if near := registered.near:
             window._on_close = lambda countdown: near.close(countdown.left_s())
         return window
@@ -354,6 +392,71 @@ class Window(_core.Window):
             return self._tensor
         return self._layout.tensor(memory)
 
+    # ---- Signals and words of this rank ------------------------------------------------------------------------------
+
+    def origin_signal(self, index: int, origin: int | None = None) -> int:
+        """The number that signal `index` of those of rank `origin` has, on every rank; None: of this rank's own.
+
+        Of each of the `origin_signals` there is one for every origin, so that waiters tell origins apart:
+        `put(..., signal=window.origin_signal(0))` here, `wait_signal(window.origin_signal(0, r), source=r)` there.
+        BoundsError for one that does not exist, Unsupported on exposed and attached windows.
+        """
+        if self._counters is None or self.rank is None:
+            raise Unsupported(f"window {self.name!r} belongs to no group: its signals are shared by all origins")
+        origin = self.rank if origin is None else origin
+        if not 0 <= index < self._counters.of_origin or not 0 <= origin < self.size:
+            raise BoundsError(
+                f"there is no signal {index} of rank {origin}: window {self.name!r} has {self._counters.of_origin} for "
+                f"each of its {self.size} ranks"
+            )
+        return self._counters.shared + index * self.size + origin
+
+    def atomic_add(self, offset_bytes: int, add: int, *, word_nbytes: int = 8, timeout_s: float | None = None) -> int:
+        """fetch_add on a word of this rank's own memory, in the way that is atomic against the other ranks' atomics."""
+        if self.rank is None:
+            raise Unsupported(f"atomic_add: window {self.name!r} is attached, its memory belongs to its owner")
+        return self.fetch_add(self.rank, offset_bytes, add, word_nbytes=word_nbytes, timeout_s=timeout_s)
+
+    # ---- Who may reach it --------------------------------------------------------------------------------------------
+
+    def permit(self, peer: str, access: str = "rw") -> str:
+        """Lets one more attach to an exposed window, with rights of its own; returns its ticket, which is a secret.
+
+        `peer` is any name, by which revoke() knows it; `access` is "r", "w" or "rw", at most what the window was exposed
+        for. The peer passes the ticket to attach(), as often as it likes. Give it over a way that others cannot read.
+        Raises Unsupported on windows of a group, whose ranks know each other, and on attached ones.
+        """
+        if self._registered is None or self._bind is None or self.closed:
+            raise self._not_mine("permit")
+        if not isinstance(peer, str) or not peer:
+            raise TypeError(f"peer must be a name, not {peer!r}")
+        self._registered.permit(peer, access)
+        return self._bind(shared=True, peer=peer).hex()
+
+    def revoke(self, peer: int | str, timeout_s: float | None = 5.0) -> None:
+        """Ends the access of one peer to this rank's memory and signals, for good; not collective.
+
+        `peer`: a rank, or the name given to permit(). When it returns, none of that peer's operations is under way here,
+        and none succeeds any more: they fail with StaleHandle there. The others are not disturbed.
+
+        Raises DeadlineExceeded if the peer was stopped in the middle of an operation on shm: call it again;
+        RegistrationError if over RDMA the memory cannot be registered twice for a moment, then nothing has changed.
+        """
+        if self._registered is None or self.closed:
+            raise self._not_mine("revoke")
+        if isinstance(peer, bool) or not isinstance(peer, int if self._bind is None else str):
+            raise TypeError(
+                f"peer must be {'a rank' if self._bind is None else 'a name given to permit'}, not {peer!r}"
+            )
+        if isinstance(peer, int) and (not 0 <= peer < self.size or peer == self.rank):
+            raise BoundsError(f"revoke: rank {peer} is not another rank of window {self.name!r}")
+        self._registered.revoke(peer if isinstance(peer, str) else peer_name(peer), Countdown(timeout_s))
+
+    def _not_mine(self, operation: str) -> OnesidedError:
+        if self.closed:
+            return StaleHandle(f"{operation}: window {self.name!r} is closed")
+        return Unsupported(f"{operation}: window {self.name!r} was not exposed by this process")
+
     # ---- The end, and what there is to see ------------------------------------------------------------------
 
     def close(self, timeout_s: float | None = 5.0) -> None:
@@ -367,7 +470,7 @@ class Window(_core.Window):
             return
         countdown = Countdown(timeout_s)
         super().close(timeout_s)
-        self._targets = self._memory = self._tensor = None
+        self._targets = self._memory = self._tensor = self._registered = self._bind = None
         on_close, self._on_close = self._on_close, None
         if on_close is not None:
             on_close(countdown)
@@ -404,6 +507,32 @@ class Window(_core.Window):
         return f"<Window {self.name!r}: {self.nbytes} bytes, {where}>"
 
 
+class Counters(NamedTuple):
+    """How many signals each rank has: shared by all origins, and for each origin alone."""
+
+    shared: int
+    of_origin: int
+
+    def total(self, ranks: int) -> int:
+        """All of them. BoundsError and TypeError if they cannot be."""
+        for name, value in (("signals", self.shared), ("origin_signals", self.of_origin)):
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
+            if value < 0:
+                raise BoundsError(f"{name} must be at least 0, not {value}")
+        return self.shared + self.of_origin * ranks
+
+    def spelled(self) -> str:
+        """For the other ranks."""
+        return f"signals={self.shared}, origin_signals={self.of_origin}"
+
+    def check_agreed(self, all_said: list[str]) -> None:
+        """Where signals of an origin lie depends on all ranks' numbers. LayoutError if they differ."""
+        for rank, said in enumerate(all_said):
+            if said != self.spelled() and not (self.of_origin == 0 and said.endswith("origin_signals=0")):
+                raise LayoutError(f"rank {rank} has {said}, this one {self.spelled()}: they must be the same")
+
+
 def about(what: str, error: OnesidedError) -> OnesidedError:
     """The same error, which says first what it is about."""
     if isinstance(error, OSError) and error.errno is not None:
@@ -436,6 +565,14 @@ class Record(NamedTuple):
     endpoint: bytes
     remote: RemoteMemory
     layout: Layout
+
+
+def read_ticket(ticket: object) -> bytes:
+    """The endpoint that a ticket is. HandleError for what permit() has not returned."""
+    try:
+        return bytes.fromhex(ticket)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise HandleError("this is no ticket of Window.permit()") from None
 
 
 def read_record(name: str, value: bytes) -> Record:

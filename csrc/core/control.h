@@ -24,7 +24,22 @@ struct ControlHeader {
   std::uint64_t magic;
   std::uint32_t slots;
   std::uint32_t signals;
-  std::atomic<std::uint32_t> closed;  // set once, by the owner: no operation may begin
+  // Written by the owner. Closed: no operation may begin. Revoked: none of those whose slot is in `revoked`.
+  static constexpr std::uint32_t kClosed = 1, kRevoked = 2;
+  std::atomic<std::uint32_t> closed;
+  std::atomic<std::uint64_t> revoked[1024];  // a bit for each slot
+
+  bool is_revoked(std::uint32_t slot) const {
+    return (revoked[slot / 64].load(std::memory_order_seq_cst) >> slot % 64 & 1) != 0;
+  }
+  void set_revoked(std::uint32_t slot, bool value) {
+    const std::uint64_t bit = std::uint64_t{1} << slot % 64;
+    if (value) {
+      revoked[slot / 64].fetch_or(bit, std::memory_order_seq_cst);
+    } else {
+      revoked[slot / 64].fetch_and(~bit, std::memory_order_seq_cst);
+    }
+  }
 };
 
 // How many operations a peer has under way. An operation first counts itself, then looks whether the memory is closed;
@@ -50,6 +65,7 @@ class Control {
   static constexpr std::size_t kOwnersBytes = 65536;
   static constexpr std::uint32_t kMostSignals = 1u << 20;
   static constexpr std::uint32_t kMostSlots = 1u << 16;
+  static_assert(sizeof(ControlHeader) <= kOwnersBytes && kMostSlots == 64 * 1024);
 
   static std::size_t size_for(std::uint32_t slots, std::uint32_t signals) {
     return kOwnersBytes + sizeof(Slot) + slots * sizeof(Slot) + std::size_t{signals} * sizeof(std::uint64_t);

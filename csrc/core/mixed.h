@@ -17,11 +17,13 @@ class MixedTarget final : public Target {
   std::shared_ptr<Work> write(const void* source, std::uint64_t nbytes, std::uint64_t offset,
                               const std::optional<Signal>& signal, const How& how) override;
   std::shared_ptr<Work> read(void* destination, std::uint64_t nbytes, std::uint64_t offset, const How& how) override;
+  std::shared_ptr<Work> write_many(std::span<const Piece> pieces, const std::optional<Signal>& signal,
+                                   const How& how) override;
+  std::shared_ptr<Work> read_many(std::span<const Piece> pieces, const How& how) override;
   std::shared_ptr<Work> signal(const Signal& signal, const How& how) override;
-  std::uint64_t fetch_add(std::uint64_t offset, std::uint64_t add, const Deadline& deadline) override;
-  std::uint64_t compare_swap(std::uint64_t offset, std::uint64_t expected, std::uint64_t desired,
-                             const Deadline& deadline) override;
+  std::uint64_t atomic(const Atomic& what, const Deadline& deadline) override;
   void flush(const Deadline& deadline) override;
+  void fence() override;
   void close(const Deadline& deadline) override;
 
   bool busy() const override { return mapped_->busy() || device_->busy(); }
@@ -33,7 +35,10 @@ class MixedTarget final : public Target {
   Description describe() const override;
 
  private:
+  void keep_behind_fence(const Deadline& deadline);
+
   const std::shared_ptr<Target> mapped_, device_;
+  std::atomic<std::uint32_t> fences_{0}, fenced_{0};  // as of fence(), and as of the operation that saw to it
 };
 
 }  // namespace onesided

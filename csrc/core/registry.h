@@ -7,9 +7,9 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "core/handle.h"
@@ -76,16 +76,17 @@ class Registry {
   explicit Registry(TransportKind kind) : kind_(kind), counters_(counters_for(name_of(kind), "")) {}
   ~Registry() = default;
 
-  // An endpoint for peers that introduce themselves at `address`. A shared one is always the same. `host`: whom they must be
-  // on one host with; zero if that does not matter.
-  Endpoint bind(bool shared, const std::string& address, const Token& host = {}) {
+  // An endpoint for `peer`, or for anybody, who introduces itself at `address`. A shared one is always the same. `host`: whom
+  // they must be on one host with; zero if that does not matter.
+  Endpoint bind(bool shared, const std::string& peer, const std::string& address, const Token& host = {}) {
     std::lock_guard lock(mutex_);
     check_not_retired();
-    if (shared && shared_endpoint_) return *shared_endpoint_;
+    if (const auto known = shared_endpoints_.find(peer); shared && known != shared_endpoints_.end())
+      return known->second;
     const Endpoint endpoint{
         kind_, shared, token_, host, next_id_++, random_token(), static_cast<std::uint32_t>(::getpid()), address};
-    bound_[endpoint.endpoint_id] = {endpoint.secret, shared};
-    if (shared) shared_endpoint_ = endpoint;
+    bound_[endpoint.endpoint_id] = {endpoint.secret, shared, peer};
+    if (shared) shared_endpoints_[peer] = endpoint;
     return endpoint;
   }
 
@@ -93,17 +94,19 @@ class Registry {
   void check_not_retired() const {
     if (retired_) fail(ErrorKind::StaleHandle, "this transport is closed");
   }
-  // Whether a peer knows the secret of an endpoint; one that is not shared is good once.
-  void check_greeting(std::uint64_t endpoint_id, const Token& secret) {
+  // Whether a peer knows the secret of an endpoint; one that is not shared is good once. Returns whom it was bound for.
+  std::string greeted(std::uint64_t endpoint_id, const Token& secret) {
     const auto bound = bound_.find(endpoint_id);
     if (bound == bound_.end()) {
       fail(ErrorKind::StaleHandle, "connect: this endpoint was used already, or its transport was made anew");
     }
     if (!same_secret(bound->second.secret, secret)) fail(ErrorKind::Handle, "connect: this endpoint's secret is wrong");
+    std::string peer = bound->second.peer;
     if (!bound->second.shared) bound_.erase(bound);
+    return peer;
   }
-  // The memory that a peer has a handle of.
-  Memory& opened(std::uint64_t memory_id, const Token& key) const {
+  // The memory that a peer has a handle of, and what this peer may do with it.
+  std::pair<Memory&, Access> opened(std::uint64_t memory_id, const Token& key, const std::string& peer) const {
     const auto found = memories_.find(memory_id);
     if (found == memories_.end() || found->second->closed()) {
       fail(ErrorKind::StaleHandle, "attach: this memory was closed");
@@ -111,7 +114,12 @@ class Registry {
     if (!same_secret(found->second->key(), key)) {
       fail(ErrorKind::Handle, "attach: this handle's key does not fit the memory");
     }
-    return *found->second;
+    const Access access = found->second->permissions().of(peer);
+    if (access == Access::None) {
+      fail(ErrorKind::RemoteAccess, "attach: this memory is not, or not any more, for ",
+           peer.empty() ? "just anybody" : peer);
+    }
+    return {*found->second, access};
   }
   const std::unordered_map<std::uint64_t, Memory*>& listed() const { return memories_; }
 
@@ -122,6 +130,7 @@ class Registry {
   struct Bound {
     Token secret;
     bool shared;
+    std::string peer;
   };
 
   const TransportKind kind_;
@@ -132,7 +141,7 @@ class Registry {
   std::uint64_t next_id_ = 1;
   std::unordered_map<std::uint64_t, Memory*> memories_;
   std::unordered_map<std::uint64_t, Bound> bound_;
-  std::optional<Endpoint> shared_endpoint_;
+  std::unordered_map<std::string, Endpoint> shared_endpoints_;  // by peer
 };
 
 }  // namespace onesided

@@ -58,19 +58,23 @@ void check_signal(const char* operation, const std::string& owner, std::uint32_t
   }
 }
 
-std::uint64_t wait_signal(const Memory& memory, Counters& counters, std::uint32_t index, std::uint64_t at_least,
-                          const Deadline& deadline, std::chrono::nanoseconds spin, const std::string& from,
-                          const std::function<void()>& watch) {
+Reached wait_signals(const Memory& memory, Counters& counters, std::span<const Wanted> wanted, const Deadline& deadline,
+                     std::chrono::nanoseconds spin, const std::string& from, const std::function<void()>& watch) {
   memory.check_usable("this memory");
   const Control& control = memory.control();
   static const std::string owner = "this memory";
-  check_signal("wait_signal", owner, index, control.signals());
+  for (const Wanted& one : wanted) check_signal("wait_signal", owner, one.index, control.signals());
   counters.add(Count::Waits);
-  std::uint64_t value = 0;
+  Reached reached_one{};
   std::uint64_t watched = losses() - 1;
   const auto come = [&] {
-    value = control.signal(index).load(std::memory_order_seq_cst);
-    return reached(value, at_least);
+    for (std::size_t i = 0; i < wanted.size(); ++i) {
+      const std::uint64_t value = control.signal(wanted[i].index).load(std::memory_order_seq_cst);
+      if (!reached(value, wanted[i].at_least)) continue;
+      reached_one = {i, value};
+      return true;
+    }
+    return false;
   };
   const auto ready = [&] {
     if (come()) return true;
@@ -95,11 +99,15 @@ std::uint64_t wait_signal(const Memory& memory, Counters& counters, std::uint32_
     in_time = control.event().await(ready, deadline.at_most(look), std::chrono::nanoseconds(0), &slept);
   }
   if (slept) counters.add(Count::Sleeps);
-  if (!in_time) {
-    fail(ErrorKind::DeadlineExceeded, "wait_signal: the deadline passed; signal ", index, " stands at ", value,
-         ", waited for ", at_least, " from ", from);
+  if (in_time) return reached_one;
+  constexpr std::size_t kMostNamed = 8;
+  std::string standing;
+  for (std::size_t i = 0; i < std::min(wanted.size(), kMostNamed); ++i) {
+    standing += text(i == 0 ? "" : ", ", "signal ", wanted[i].index, " stands at ",
+                     control.signal(wanted[i].index).load(), ", waited for ", wanted[i].at_least);
   }
-  return value;
+  if (wanted.size() > kMostNamed) standing += text(", and ", wanted.size() - kMostNamed, " more");
+  fail(ErrorKind::DeadlineExceeded, "wait_signal: the deadline passed; ", standing, " from ", from);
 }
 
 }  // namespace onesided

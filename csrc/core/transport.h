@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -33,6 +34,36 @@ using Description = std::vector<std::pair<std::string, std::string>>;
 struct Signal {
   std::uint32_t index;
   std::uint64_t add;
+};
+
+// One part of a scatter or a gather: bytes here, and where they go to or come from.
+struct Piece {
+  void* data;
+  std::uint64_t nbytes;
+  std::uint64_t offset;
+  // What the bytes here are a part of, as in How.
+  const class Memory* memory = nullptr;
+  std::shared_ptr<class Allocation> allocation = nullptr;
+};
+
+// A read-modify-write of an aligned word. What it held is returned.
+struct Atomic {
+  enum class Kind : std::uint8_t { FetchAdd, CompareSwap, Swap };
+
+  Kind kind;
+  std::uint64_t offset;
+  std::uint64_t operand;       // to add, or the new value
+  std::uint64_t expected = 0;  // CompareSwap: only if it holds this
+  unsigned word_nbytes = 8;    // 8 or 4
+
+  const char* name() const {
+    return kind == Kind::FetchAdd ? "fetch_add" : kind == Kind::CompareSwap ? "compare_swap" : "swap";
+  }
+  // What a word that holds `held` holds afterwards.
+  std::uint64_t applied_to(std::uint64_t held) const {
+    if (kind == Kind::FetchAdd) return held + operand;
+    return kind == Kind::Swap || held == expected ? operand : held;
+  }
 };
 
 class Memory;
@@ -107,6 +138,12 @@ class Memory {
   // Ends all access: later operations of peers fail with StaleHandle, and when this returns none is under way. Throws
   // DeadlineExceeded, and stays open for another try, if a peer is stuck in the middle of an operation (it was stopped).
   virtual void close(const Deadline& deadline) = 0;
+  // What a peer may do that opens it from now on, known by the name that its endpoint was bound for: a part of access(), or
+  // nothing. The empty name stands for all others.
+  virtual void permit(const std::string& peer, Access access) = 0;
+  // Ends a peer's access, for good: when this returns none of its operations is under way, and none succeeds any more. Others
+  // are not disturbed. DeadlineExceeded as for close(); later operations fail in any case.
+  virtual void revoke(const std::string& peer, const Deadline& deadline) = 0;
   virtual Description describe() const = 0;
 };
 
@@ -121,12 +158,16 @@ class Target : public std::enable_shared_from_this<Target> {
   virtual std::shared_ptr<Work> write(const void* source, std::uint64_t nbytes, std::uint64_t offset,
                                       const std::optional<Signal>& signal, const How& how) = 0;
   virtual std::shared_ptr<Work> read(void* destination, std::uint64_t nbytes, std::uint64_t offset, const How& how) = 0;
+  // All pieces, and then the signal. All are checked before anything is touched. `pieces` need not outlive the call; what they
+  // point to must, as with write and read.
+  virtual std::shared_ptr<Work> write_many(std::span<const Piece> pieces, const std::optional<Signal>& signal,
+                                           const How& how) = 0;
+  virtual std::shared_ptr<Work> read_many(std::span<const Piece> pieces, const How& how) = 0;
   virtual std::shared_ptr<Work> signal(const Signal& signal, const How& how) = 0;
-  virtual std::uint64_t fetch_add(std::uint64_t offset, std::uint64_t add,
-                                  const Deadline& deadline = Deadline::never()) = 0;
-  virtual std::uint64_t compare_swap(std::uint64_t offset, std::uint64_t expected, std::uint64_t desired,
-                                     const Deadline& deadline = Deadline::never()) = 0;
+  virtual std::uint64_t atomic(const Atomic& what, const Deadline& deadline) = 0;
   virtual void flush(const Deadline& deadline) = 0;
+  // What is issued from here on takes effect after all that was issued before. Waits for nothing itself.
+  virtual void fence() = 0;
   // Waits for asynchronous operations until the deadline, then cancels the rest. It is closed in every case;
   // DeadlineExceeded if something had to be cancelled.
   virtual void close(const Deadline& deadline) = 0;
@@ -142,6 +183,14 @@ class Target : public std::enable_shared_from_this<Target> {
   virtual const PeerState& peer() const = 0;
   virtual Counters& counters() const = 0;
   virtual Description describe() const = 0;
+
+  std::uint64_t fetch_add(std::uint64_t offset, std::uint64_t add, const Deadline& deadline = Deadline::never()) {
+    return atomic({Atomic::Kind::FetchAdd, offset, add}, deadline);
+  }
+  std::uint64_t compare_swap(std::uint64_t offset, std::uint64_t expected, std::uint64_t desired,
+                             const Deadline& deadline = Deadline::never()) {
+    return atomic({Atomic::Kind::CompareSwap, offset, desired, expected}, deadline);
+  }
 };
 
 class Connection {
@@ -173,7 +222,8 @@ class Transport {
                                                   std::uint32_t signals, std::uint32_t slots, Keepalive keep) = 0;
   // A target for this process's own memory.
   virtual std::shared_ptr<Target> loop_back(const std::shared_ptr<Memory>& memory, const std::string& name) = 0;
-  virtual Endpoint bind(bool shared) = 0;
+  // An endpoint for `peer`, a name that permissions refer to; for anybody if it is empty.
+  virtual Endpoint bind(bool shared, const std::string& peer = {}) = 0;
   virtual std::shared_ptr<Connection> connect(const Endpoint& peer, const std::string& name,
                                               const Deadline& deadline = Deadline::never()) = 0;
   // Closes connections, then memories, then itself. It stays open for another try if a memory does (see Memory::close).
@@ -185,13 +235,28 @@ class Transport {
 // Grows whenever any peer is lost: a cheap way to see that nothing has happened.
 std::uint64_t losses();
 
-// Waits until signal `index` of `memory` has reached `at_least`, and returns its value. `from` says in messages who is
-// waited for. `watch` is called when peers were
-// lost, and once at the start: it throws if one of them ends the wait. Throws DeadlineExceeded, and StaleHandle if the
-// memory is closed meanwhile.
-std::uint64_t wait_signal(const Memory& memory, Counters& counters, std::uint32_t index, std::uint64_t at_least,
-                          const Deadline& deadline, std::chrono::nanoseconds spin, const std::string& from,
-                          const std::function<void()>& watch);
+// A signal and the count that is waited for.
+struct Wanted {
+  std::uint32_t index;
+  std::uint64_t at_least;
+};
+// Which of several it was, and its value.
+struct Reached {
+  std::size_t position;
+  std::uint64_t value;
+};
+// Waits until one of these signals of `memory` has reached its count; the first in order, if there are several. `from` says in
+// messages who is waited for. `watch` is called when peers were lost, and once at the start: it throws if one of them ends the
+// wait. Throws DeadlineExceeded, and StaleHandle if the memory is closed meanwhile.
+Reached wait_signals(const Memory& memory, Counters& counters, std::span<const Wanted> wanted, const Deadline& deadline,
+                     std::chrono::nanoseconds spin, const std::string& from, const std::function<void()>& watch);
+// The same for one signal; returns its value.
+inline std::uint64_t wait_signal(const Memory& memory, Counters& counters, std::uint32_t index, std::uint64_t at_least,
+                                 const Deadline& deadline, std::chrono::nanoseconds spin, const std::string& from,
+                                 const std::function<void()>& watch) {
+  const Wanted wanted{index, at_least};
+  return wait_signals(memory, counters, {&wanted, 1}, deadline, spin, from, watch).value;
+}
 void check_signal(const char* operation, const std::string& owner, std::uint32_t index, std::uint32_t signals);
 
 // Throws BoundsError unless [offset, offset + nbytes) lies in `limit` bytes.

@@ -39,23 +39,39 @@ std::uint64_t Window::wait_signal(std::uint32_t index, std::optional<std::uint64
                                   std::optional<std::int64_t> source, const Deadline& deadline,
                                   std::chrono::nanoseconds spin) {
   Memory& memory = own_memory("wait_signal");
-  static const std::string anybody = "any rank";
-  const std::string& from = source ? target("wait_signal", *source).peer().name() : anybody;
   check_signal("wait_signal", name_, index, memory.control().signals());
-  const auto watch = [&] { check_sources(source); };
-  if (at_least) return onesided::wait_signal(memory, *waits_, index, *at_least, deadline, spin, from, watch);
+  const auto until = [&](std::uint64_t count) {
+    const Wanted wanted{index, count};
+    return wait(memory, {&wanted, 1}, source, deadline, spin).value;
+  };
+  if (at_least) return until(*at_least);
   // Whoever of several threads sees the next signal first takes it; the others wait for the one after.
   std::unique_lock lock(consumed_mutex_);
   std::uint64_t& consumed = consumed_[index];
   for (;;) {
     const std::uint64_t wanted = consumed + 1;
     lock.unlock();
-    const std::uint64_t value = onesided::wait_signal(memory, *waits_, index, wanted, deadline, spin, from, watch);
+    const std::uint64_t value = until(wanted);
     lock.lock();
     if (!reached(value, consumed + 1)) continue;
     ++consumed;
     return value;
   }
+}
+
+std::size_t Window::wait_any(std::span<const Wanted> wanted, std::optional<std::int64_t> source,
+                             const Deadline& deadline, std::chrono::nanoseconds spin) {
+  Memory& memory = own_memory("wait_any");
+  if (wanted.empty()) fail(ErrorKind::Bounds, "wait_any: there is no signal to wait for");
+  for (const Wanted& one : wanted) check_signal("wait_any", name_, one.index, memory.control().signals());
+  return wait(memory, wanted, source, deadline, spin).position;
+}
+
+Reached Window::wait(Memory& memory, std::span<const Wanted> wanted, const std::optional<std::int64_t>& source,
+                     const Deadline& deadline, std::chrono::nanoseconds spin) {
+  static const std::string anybody = "any rank";
+  const std::string& from = source ? target("wait_signal", *source).peer().name() : anybody;
+  return wait_signals(memory, *waits_, wanted, deadline, spin, from, [&] { check_sources(source); });
 }
 
 void Window::check_sources(const std::optional<std::int64_t>& source) const {
@@ -70,6 +86,17 @@ std::uint64_t Window::signal_value(std::uint32_t index) const {
   const Control& control = own_memory("signal_value").control();
   check_signal("signal_value", name_, index, control.signals());
   return control.signal(index).load(std::memory_order_seq_cst);
+}
+
+std::uint64_t Window::atomic_load(std::uint64_t offset, unsigned word_nbytes) const {
+  const Memory& memory = own_memory("atomic_load");
+  check_bounds("atomic_load", name_, offset, word_nbytes, memory.nbytes());
+  char* const address = static_cast<char*>(memory.data()) + offset;
+  if (reinterpret_cast<std::uintptr_t>(address) % word_nbytes != 0) {
+    fail(ErrorKind::Bounds, "atomic_load: offset ", offset, " is not aligned to ", word_nbytes, " bytes");
+  }
+  if (word_nbytes == 4) return std::atomic_ref(*reinterpret_cast<std::uint32_t*>(address)).load();
+  return std::atomic_ref(*reinterpret_cast<std::uint64_t*>(address)).load();
 }
 
 void Window::flush(std::int64_t peer, const Deadline& deadline) {

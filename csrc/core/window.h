@@ -41,7 +41,13 @@ class Window {
   std::uint64_t wait_signal(std::uint32_t index, std::optional<std::uint64_t> at_least,
                             std::optional<std::int64_t> source, const Deadline& deadline,
                             std::chrono::nanoseconds spin);
+  // Waits until one of several has reached its count. Returns which.
+  std::size_t wait_any(std::span<const Wanted> wanted, std::optional<std::int64_t> source, const Deadline& deadline,
+                       std::chrono::nanoseconds spin);
   std::uint64_t signal_value(std::uint32_t index) const;
+
+  // What an aligned word of this rank's own memory holds.
+  std::uint64_t atomic_load(std::uint64_t offset, unsigned word_nbytes) const;
 
   void flush(std::int64_t peer, const Deadline& deadline);
   // All peers that operations were issued to since the last flush; if some fail, the others are still flushed and the first
@@ -62,6 +68,8 @@ class Window {
  private:
   [[noreturn]] void refuse_rank(const char* operation, std::int64_t peer) const;
   Memory& own_memory(const char* operation) const;
+  Reached wait(Memory& memory, std::span<const Wanted> wanted, const std::optional<std::int64_t>& source,
+               const Deadline& deadline, std::chrono::nanoseconds spin);
   void check_sources(const std::optional<std::int64_t>& source) const;
 
   const std::string name_;

@@ -269,12 +269,25 @@ std::uint32_t to_u32(nb::handle value, const char* what) {
   return static_cast<std::uint32_t>(number);
 }
 
-std::uint64_t to_word(nb::handle value, const char* what) {
+std::uint64_t to_word(nb::handle value, const char* what, unsigned word_nbytes) {
   nb::object integer = to_integer(value, what);
   int overflow = 0;
   const long long number = PyLong_AsLongLongAndOverflow(integer.ptr(), &overflow);
+  if (word_nbytes == 4) {
+    if (overflow != 0 || number < INT32_MIN || number > UINT32_MAX) {
+      fail(ErrorKind::Bounds, what, " must be in [-2**31, 2**32) for a word of 4 bytes, not ",
+           nb::str(integer).c_str());
+    }
+    return static_cast<std::uint32_t>(number);
+  }
   if (overflow == 0) return static_cast<std::uint64_t>(number);
   return unsigned_of(integer, what, "[-2**63, 2**64)");
+}
+
+unsigned to_word_nbytes(nb::handle value) {
+  const std::uint64_t nbytes = to_u64(value, "word_nbytes");
+  if (nbytes != 4 && nbytes != 8) fail(ErrorKind::Bounds, "word_nbytes must be 4 or 8, not ", nbytes);
+  return static_cast<unsigned>(nbytes);
 }
 
 std::int64_t to_rank(nb::handle value) {
@@ -295,6 +308,16 @@ std::string to_string(nb::handle value, const char* what) {
   std::string string;
   if (!nb::try_cast(value, string)) throw nb::type_error(text(what, " must be a str, not ", type_of(value)).c_str());
   return string;
+}
+
+nb::tuple to_tuple(nb::handle iterable, const char* must_be) {
+  PyObject* const tuple = PySequence_Tuple(iterable.ptr());
+  if (tuple != nullptr) return nb::steal<nb::tuple>(tuple);
+  if (PyErr_ExceptionMatches(PyExc_TypeError) && Py_TYPE(iterable.ptr())->tp_iter == nullptr) {
+    PyErr_Clear();
+    throw nb::type_error(text(must_be, ", not ", type_of(iterable)).c_str());
+  }
+  nb::raise_python_error();  // what its iterator raised
 }
 
 Deadline to_deadline(nb::handle timeout_s) {

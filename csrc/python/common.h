@@ -26,6 +26,7 @@ void register_work(nb::module_& m);
 void register_memory(nb::module_& m);
 void register_transport(nb::module_& m);
 void register_window(nb::module_& m);
+void register_plan(nb::module_& m);
 void register_tools(nb::module_& m);
 void register_doctor(nb::module_& m);
 
@@ -119,13 +120,16 @@ inline constexpr std::uint64_t kCopyUnderGil = 32 << 10;
 // An integer in [0, 2^64): TypeError for anything else than an integer, BoundsError that names `what` outside.
 std::uint64_t to_u64(nb::handle value, const char* what);
 std::uint32_t to_u32(nb::handle value, const char* what);
-// An integer that stands for 64 bits: [-2^63, 2^64), negative ones as two's complement.
-std::uint64_t to_word(nb::handle value, const char* what);
+// An integer that stands for 64 bits, [-2^63, 2^64), or for 32; negative ones as two's complement.
+std::uint64_t to_word(nb::handle value, const char* what, unsigned word_nbytes = 8);
+unsigned to_word_nbytes(nb::handle value);  // 4 or 8
 // A rank; whether it exists is for the window to say.
 std::int64_t to_rank(nb::handle value);
 // True or False.
 bool to_flag(nb::handle value, const char* what);
 std::string to_string(nb::handle value, const char* what);
+// All items of an iterable, which nobody can change; TypeError that says what it must be.
+nb::tuple to_tuple(nb::handle iterable, const char* must_be);
 // None or a number of seconds, at least 0.
 Deadline to_deadline(nb::handle timeout_s);
 
@@ -185,6 +189,8 @@ class Buffer {
   void* data() const { return data_; }
   std::uint64_t nbytes() const { return nbytes_; }
   bool read_only() const { return read_only_; }
+  // True if the bytes stay there only for as long as this does.
+  bool has_view() const { return has_view_; }
   nb::handle object() const { return object_; }
   // Keeps object and bytes beyond the call.
   Keepalive keep();

@@ -118,6 +118,38 @@ stay valid after close() for as long as they live.)")
           nb::arg("index").none(), nb::sig("def signal_value(self, index: int) -> int"),
           "The count of signal `index` now.")
       .def(
+          "permit",
+          [](PyMemory& self, nb::handle peer, nb::handle access) {
+            const std::string name = to_string(peer, "peer"), letters = to_string(access, "access");
+            const Access permitted = letters.empty() ? Access::None : parse_access(letters);
+            const auto memory = self.core;
+            Blocking blocking;
+            memory->permit(name, permitted);
+          },
+          nb::arg("peer").none(), nb::arg("access").none(), nb::sig("def permit(self, peer: str, access: str) -> None"),
+          R"(What `peer` may do that opens this memory from now on: "r", "w", "rw" or "", nothing.
+
+`peer` is the name that its endpoint was bound for (Transport.bind); "" stands for all who have no permission of their own, who
+may do what the memory was made for. RemoteAccessError for more than that. Rights that a peer has already taken up stay; revoke()
+ends them.)")
+      .def(
+          "revoke",
+          [](PyMemory& self, nb::handle peer, nb::handle timeout_s) {
+            const std::string name = to_string(peer, "peer");
+            const Deadline deadline = to_deadline(timeout_s);
+            const auto memory = self.core;
+            Blocking blocking;
+            memory->revoke(name, deadline);
+          },
+          nb::arg("peer").none(), nb::arg("timeout_s").none() = 5.0,
+          nb::sig("def revoke(self, peer: str, timeout_s: float | None = 5.0) -> None"),
+          R"(Ends the access of `peer`, for good. When it returns, none of its operations is under way and none succeeds any more.
+
+Its operations fail with StaleHandle, its next attempt to open the memory with RemoteAccessError. Others are not disturbed: over
+RDMA the memory is registered anew, and they get the new keys at their next operation. DeadlineExceeded if the peer was stopped
+in the middle of an operation on shm; over RDMA its queue pairs are taken away instead. RegistrationError if there cannot be a
+second registration; then nothing has changed.)")
+      .def(
           "close",
           [](PyMemory& self, nb::handle timeout_s) {
             const Deadline deadline = to_deadline(timeout_s);

@@ -9,6 +9,7 @@ NB_MODULE(_core, m) {
   register_work(m);
   register_memory(m);
   register_transport(m);
+  register_plan(m);
   register_window(m);
   register_tools(m);
   register_doctor(m);

@@ -116,4 +116,27 @@ struct SignalOnly {
   }
 };
 
+// fetch_add, compare_swap and swap. `expected` is for compare_swap only.
+struct ReadModifyWrite {
+  Atomic what;
+  const Deadline deadline;
+
+  ReadModifyWrite(Atomic::Kind kind, nb::handle offset_bytes, nb::handle operand, nb::handle expected,
+                  nb::handle word_nbytes, nb::handle timeout_s)
+      : what{kind, to_u64(offset_bytes, "offset_bytes"), 0, 0, to_word_nbytes(word_nbytes)},
+        deadline(to_deadline(timeout_s)) {
+    const char* const name = kind == Atomic::Kind::FetchAdd ? "add" : kind == Atomic::Kind::Swap ? "value" : "desired";
+    what.operand = to_word(operand, name, what.word_nbytes);
+    if (kind == Atomic::Kind::CompareSwap) what.expected = to_word(expected, "expected", what.word_nbytes);
+  }
+
+  template <class Owner>
+  std::uint64_t run_on(const std::shared_ptr<Owner>& owner, Target& target, std::uint64_t base = 0) const {
+    BlockingIfItWaits<Owner> blocking(owner);
+    Atomic there = what;
+    there.offset += base;
+    return target.atomic(there, deadline);
+  }
+};
+
 }  // namespace onesided::python

@@ -9,6 +9,10 @@
 namespace onesided::python {
 namespace {
 
+const RemoteMemory& to_remote(nb::handle remote) {
+  return to_instance<RemoteMemory>(remote, "remote", "RemoteMemory");
+}
+
 struct PyConnection {
   std::shared_ptr<Connection> core;
 
@@ -32,6 +36,12 @@ struct PyConnection {
   // The target of a memory is the whole of it: what `remote` describes is bounded here.
   void check(const char* operation, const RemoteMemory& remote, std::uint64_t offset, std::uint64_t nbytes) const {
     check_bounds(operation, core->peer().name(), offset, nbytes, remote.nbytes);
+  }
+  std::uint64_t atomic(nb::handle of, const ReadModifyWrite& arguments) const {
+    const RemoteMemory& remote = to_remote(of);
+    check(arguments.what.name(), remote, arguments.what.offset, arguments.what.word_nbytes);
+    const auto there = target(remote, arguments.deadline);
+    return arguments.run_on(there, *there, remote.offset);
   }
 };
 
@@ -84,10 +94,6 @@ std::shared_ptr<Transport> make_rdma(const RdmaArguments&) {
 #endif
 
 constexpr std::uint32_t kDefaultSlots = 256;
-
-const RemoteMemory& to_remote(nb::handle remote) {
-  return to_instance<RemoteMemory>(remote, "remote", "RemoteMemory");
-}
 
 }  // namespace
 
@@ -147,38 +153,39 @@ Thread-safe. Once lost it stays lost: make a new one.)")
           "Adds to a signal of `remote` when all earlier writes to it are visible.")
       .def(
           "fetch_add",
-          [](PyConnection& self, nb::handle of, nb::handle offset_bytes, nb::handle add, nb::handle timeout_s) {
-            const RemoteMemory& remote = to_remote(of);
-            const Deadline deadline = to_deadline(timeout_s);
-            const std::uint64_t offset = to_u64(offset_bytes, "offset_bytes"), value = to_word(add, "add");
-            self.check("fetch_add", remote, offset, sizeof value);
-            const auto target = self.target(remote, deadline);
-            BlockingIfItWaits<Target> blocking(target);
-            return target->fetch_add(remote.offset + offset, value, deadline);
+          [](PyConnection& self, nb::handle of, nb::handle offset_bytes, nb::handle add, nb::handle word_nbytes,
+             nb::handle timeout_s) {
+            return self.atomic(of, {Atomic::Kind::FetchAdd, offset_bytes, add, nb::none(), word_nbytes, timeout_s});
           },
           nb::arg("remote").none(), nb::arg("offset_bytes").none(), nb::arg("add").none(), nb::kw_only(),
-          nb::arg("timeout_s").none() = nb::none(),
-          nb::sig("def fetch_add(self, remote: RemoteMemory, offset_bytes: int, add: int, *, "
+          nb::arg("word_nbytes").none() = 8, nb::arg("timeout_s").none() = nb::none(),
+          nb::sig("def fetch_add(self, remote: RemoteMemory, offset_bytes: int, add: int, *, word_nbytes: int = 8, "
                   "timeout_s: float | None = None) -> int"),
-          "Adds to an aligned 8-byte word atomically; returns what it held, in [0, 2**64).")
+          "Adds to an aligned word of 8 bytes, or of 4, atomically; returns what it held, as an unsigned number.")
       .def(
           "compare_swap",
           [](PyConnection& self, nb::handle of, nb::handle offset_bytes, nb::handle expected, nb::handle desired,
-             nb::handle timeout_s) {
-            const RemoteMemory& remote = to_remote(of);
-            const Deadline deadline = to_deadline(timeout_s);
-            const std::uint64_t offset = to_u64(offset_bytes, "offset_bytes");
-            const std::uint64_t from = to_word(expected, "expected"), to = to_word(desired, "desired");
-            self.check("compare_swap", remote, offset, sizeof from);
-            const auto target = self.target(remote, deadline);
-            BlockingIfItWaits<Target> blocking(target);
-            return target->compare_swap(remote.offset + offset, from, to, deadline);
+             nb::handle word_nbytes, nb::handle timeout_s) {
+            return self.atomic(of,
+                               {Atomic::Kind::CompareSwap, offset_bytes, desired, expected, word_nbytes, timeout_s});
           },
           nb::arg("remote").none(), nb::arg("offset_bytes").none(), nb::arg("expected").none(),
-          nb::arg("desired").none(), nb::kw_only(), nb::arg("timeout_s").none() = nb::none(),
+          nb::arg("desired").none(), nb::kw_only(), nb::arg("word_nbytes").none() = 8,
+          nb::arg("timeout_s").none() = nb::none(),
           nb::sig("def compare_swap(self, remote: RemoteMemory, offset_bytes: int, expected: int, desired: int, *, "
+                  "word_nbytes: int = 8, timeout_s: float | None = None) -> int"),
+          "Sets an aligned word to `desired` if it holds `expected`; returns what it held.")
+      .def(
+          "swap",
+          [](PyConnection& self, nb::handle of, nb::handle offset_bytes, nb::handle value, nb::handle word_nbytes,
+             nb::handle timeout_s) {
+            return self.atomic(of, {Atomic::Kind::Swap, offset_bytes, value, nb::none(), word_nbytes, timeout_s});
+          },
+          nb::arg("remote").none(), nb::arg("offset_bytes").none(), nb::arg("value").none(), nb::kw_only(),
+          nb::arg("word_nbytes").none() = 8, nb::arg("timeout_s").none() = nb::none(),
+          nb::sig("def swap(self, remote: RemoteMemory, offset_bytes: int, value: int, *, word_nbytes: int = 8, "
                   "timeout_s: float | None = None) -> int"),
-          "Sets an aligned 8-byte word to `desired` if it holds `expected`; returns what it held, in [0, 2**64).")
+          "Sets an aligned word to `value`; returns what it held.")
       .def(
           "flush",
           [](PyConnection& self, nb::handle of, nb::handle timeout_s) {
@@ -295,12 +302,16 @@ Memory from allocate() is recognised in any view of it. Any other stays private:
 where the system permits that (they are told at their first operation if not), and atomics are Unsupported.)")
       .def(
           "bind",
-          [](PyTransport& self, nb::handle shared) {
-            const std::string endpoint = self.core->bind(to_flag(shared, "shared")).to_bytes();
+          [](PyTransport& self, nb::handle shared, nb::handle peer) {
+            const std::string endpoint = self.core->bind(to_flag(shared, "shared"), to_string(peer, "peer")).to_bytes();
             return nb::bytes(endpoint.data(), endpoint.size());
           },
-          nb::kw_only(), nb::arg("shared").none() = false, nb::sig("def bind(self, *, shared: bool = False) -> bytes"),
-          "An endpoint to give to a peer for connect(): good for one connection, or for any number if `shared`.")
+          nb::kw_only(), nb::arg("shared").none() = false, nb::arg("peer").none() = "",
+          nb::sig("def bind(self, *, shared: bool = False, peer: str = '') -> bytes"),
+          R"(An endpoint to give to a peer for connect(): good for one connection, or for any number if `shared`.
+
+Whoever connects with it is known as `peer` to Memory.permit() and revoke(). It is a secret: do not publish one that was made for
+somebody.)")
       .def(
           "connect",
           [](PyTransport& self, nb::handle endpoint, nb::handle name, nb::handle timeout_s) {

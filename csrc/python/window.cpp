@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "core/window.h"
-#include "python/operations.h"
+#include "python/plan.h"
 
 namespace onesided::python {
 namespace {
@@ -19,6 +19,13 @@ struct PyWindow {
     if (core == nullptr || core->closed()) fail(ErrorKind::StaleHandle, operation, ": window '", name, "' is closed");
     return core;
   }
+
+  std::uint64_t atomic(nb::handle peer, const ReadModifyWrite& arguments) const {
+    const std::int64_t rank = to_rank(peer);
+    const char* const name = arguments.what.name();
+    const auto& window = open(name);
+    return arguments.run_on(window, window->target(name, rank));
+  }
 };
 
 std::chrono::nanoseconds to_spin(nb::handle spin_s) {
@@ -29,6 +36,18 @@ std::chrono::nanoseconds to_spin(nb::handle spin_s) {
   }
   if (!(seconds >= 0)) fail(ErrorKind::Bounds, "spin_s must be at least 0, not ", seconds);
   return std::chrono::nanoseconds(static_cast<std::int64_t>(std::min(seconds, 3600.0) * 1e9));
+}
+
+std::vector<Wanted> to_wanted(nb::handle signals) {
+  std::vector<Wanted> wanted;
+  for (const nb::handle pair : to_tuple(signals, "signals must be pairs (index, at_least)")) {
+    if (!PyTuple_Check(pair.ptr()) || PyTuple_GET_SIZE(pair.ptr()) != 2) {
+      throw nb::type_error(text("signals must be pairs (index, at_least), not ", type_of(pair)).c_str());
+    }
+    const std::uint32_t index = to_u32(PyTuple_GET_ITEM(pair.ptr(), 0), "signal index");
+    wanted.push_back({index, to_u64(PyTuple_GET_ITEM(pair.ptr(), 1), "at_least")});
+  }
+  return wanted;
 }
 
 template <class T, class Convert>
@@ -99,6 +118,50 @@ put are undefined, all others are unchanged.)")
 
 A get is not ordered against a put of somebody else: wait for a signal that says that the bytes are there.)")
       .def(
+          "put_many",
+          [](PyWindow& self, nb::handle pieces, nb::handle peer, nb::handle signal, nb::handle add, nb::handle async_op,
+             nb::handle timeout_s) {
+            const std::int64_t rank = to_rank(peer);
+            const std::optional<Signal> then = to_signal(signal, add);
+            const bool later = to_flag(async_op, "async_op");
+            const Deadline deadline = to_deadline(timeout_s);
+            Pieces all(pieces);
+            const auto& window = self.open("put_many");
+            Target& target = window->target("put_many", rank);
+            return all.run_on(
+                window, target, false, later, deadline,
+                [&](std::span<const Piece> parts, const How& how) { return target.write_many(parts, then, how); });
+          },
+          nb::arg("pieces").none(), nb::arg("peer").none(), nb::kw_only(), nb::arg("signal").none() = nb::none(),
+          nb::arg("add").none() = 1, nb::arg("async_op").none() = false, nb::arg("timeout_s").none() = nb::none(),
+          nb::sig("def put_many(self, pieces: Plan | collections.abc.Iterable[tuple[object, int]], peer: int, *, "
+                  "signal: int | None = "
+                  "None, add: int = 1, async_op: bool = False, timeout_s: float | None = None) -> Work"),
+          R"(Writes many pieces in one call: a Plan, or pairs of a buffer and its offset in bytes in the window of rank `peer`.
+
+All are checked before any byte moves. They are unordered among each other; `signal` comes after all of them, and of all
+puts before. Otherwise as put().)")
+      .def(
+          "get_many",
+          [](PyWindow& self, nb::handle pieces, nb::handle peer, nb::handle async_op, nb::handle timeout_s) {
+            const std::int64_t rank = to_rank(peer);
+            const bool later = to_flag(async_op, "async_op");
+            const Deadline deadline = to_deadline(timeout_s);
+            Pieces all(pieces);
+            const auto& window = self.open("get_many");
+            Target& target = window->target("get_many", rank);
+            return all.run_on(window, target, true, later, deadline, [&](std::span<const Piece> parts, const How& how) {
+              return target.read_many(parts, how);
+            });
+          },
+          nb::arg("pieces").none(), nb::arg("peer").none(), nb::kw_only(), nb::arg("async_op").none() = false,
+          nb::arg("timeout_s").none() = nb::none(),
+          nb::sig("def get_many(self, pieces: Plan | collections.abc.Iterable[tuple[object, int]], peer: int, *, "
+                  "async_op: bool = "
+                  "False, timeout_s: float | None = None) -> Work"),
+          "Fills many pieces in one call, each from its offset in bytes in the window of rank `peer`. Otherwise as "
+          "get().")
+      .def(
           "signal",
           [](PyWindow& self, nb::handle peer, nb::handle index, nb::handle add, nb::handle async_op,
              nb::handle timeout_s) {
@@ -143,6 +206,26 @@ With `source`, only that rank's loss ends the wait. Without, the signal may come
 ConnectionLost, except of those in acknowledge_lost(). Spins for `spin_s`, then sleeps without using the CPU. Raises
 DeadlineExceeded, ConnectionLost, StaleHandle if the window is closed meanwhile, Unsupported on an attached window.)")
       .def(
+          "wait_any",
+          [](PyWindow& self, nb::handle signals, nb::handle source, nb::handle timeout_s, nb::handle spin_s) {
+            const std::vector<Wanted> wanted = to_wanted(signals);
+            const auto from = optionally<std::int64_t>(source, to_rank);
+            const Deadline deadline = to_deadline(timeout_s);
+            const auto spin = to_spin(spin_s);
+            const auto window = self.open("wait_any");
+            Blocking blocking;
+            return window->wait_any(wanted, from, deadline, spin);
+          },
+          nb::arg("signals").none(), nb::kw_only(), nb::arg("source").none() = nb::none(),
+          nb::arg("timeout_s").none() = nb::none(), nb::arg("spin_s").none() = 50e-6,
+          nb::sig("def wait_any(self, signals: collections.abc.Iterable[tuple[int, int]], *, source: int | None = "
+                  "None, timeout_s: float "
+                  "| None = None, spin_s: float = 5e-05) -> int"),
+          R"(Waits until one of several signals of this rank has reached its count; returns its place among them.
+
+`signals`: pairs of an index and a count. If several have come, it is the first in order. Consumes nothing. Otherwise as
+wait_signal().)")
+      .def(
           "signal_value",
           [](PyWindow& self, nb::handle index) {
             const std::uint32_t signal = to_u32(index, "signal index");
@@ -162,39 +245,58 @@ DeadlineExceeded, ConnectionLost, StaleHandle if the window is closed meanwhile,
           "True if signal `index` of this rank has reached `at_least`. Never blocks.")
       .def(
           "fetch_add",
-          [](PyWindow& self, nb::handle peer, nb::handle offset_bytes, nb::handle add, nb::handle timeout_s) {
-            const std::int64_t rank = to_rank(peer);
-            const std::uint64_t offset = to_u64(offset_bytes, "offset_bytes"), value = to_word(add, "add");
-            const Deadline deadline = to_deadline(timeout_s);
-            const auto& window = self.open("fetch_add");
-            BlockingIfItWaits<Window> blocking(window);
-            return window->target("fetch_add", rank).fetch_add(offset, value, deadline);
+          [](PyWindow& self, nb::handle peer, nb::handle offset_bytes, nb::handle add, nb::handle word_nbytes,
+             nb::handle timeout_s) {
+            return self.atomic(peer, {Atomic::Kind::FetchAdd, offset_bytes, add, nb::none(), word_nbytes, timeout_s});
           },
           nb::arg("peer").none(), nb::arg("offset_bytes").none(), nb::arg("add").none(), nb::kw_only(),
-          nb::arg("timeout_s").none() = nb::none(),
+          nb::arg("word_nbytes").none() = 8, nb::arg("timeout_s").none() = nb::none(),
           nb::sig(
-              "def fetch_add(self, peer: int, offset_bytes: int, add: int, *, timeout_s: float | None = None) -> int"),
-          R"(Adds to the aligned 8-byte word at `offset_bytes` of rank `peer`, atomically against all other atomics on it.
+              "def fetch_add(self, peer: int, offset_bytes: int, add: int, *, word_nbytes: int = 8, timeout_s: float "
+              "| None = None) -> int"),
+          R"(Adds to the aligned word at `offset_bytes` of rank `peer`, atomically against all other atomics on it.
 
-Returns what it held, in [0, 2**64). Unsupported on a window over a private tensor.)")
+Returns what it held, as an unsigned number. Words have 8 bytes, or 4 with `word_nbytes`; over RDMA the aligned 8 bytes around
+one of 4 must be within the window. `peer` may be this rank: its own words go the same way, which a plain `array[i] += 1` does
+not. Unsupported on a window over a private tensor.)")
       .def(
           "compare_swap",
           [](PyWindow& self, nb::handle peer, nb::handle offset_bytes, nb::handle expected, nb::handle desired,
-             nb::handle timeout_s) {
-            const std::int64_t rank = to_rank(peer);
-            const std::uint64_t offset = to_u64(offset_bytes, "offset_bytes");
-            const std::uint64_t from = to_word(expected, "expected"), to = to_word(desired, "desired");
-            const Deadline deadline = to_deadline(timeout_s);
-            const auto& window = self.open("compare_swap");
-            BlockingIfItWaits<Window> blocking(window);
-            return window->target("compare_swap", rank).compare_swap(offset, from, to, deadline);
+             nb::handle word_nbytes, nb::handle timeout_s) {
+            return self.atomic(peer,
+                               {Atomic::Kind::CompareSwap, offset_bytes, desired, expected, word_nbytes, timeout_s});
           },
           nb::arg("peer").none(), nb::arg("offset_bytes").none(), nb::arg("expected").none(), nb::arg("desired").none(),
-          nb::kw_only(), nb::arg("timeout_s").none() = nb::none(),
+          nb::kw_only(), nb::arg("word_nbytes").none() = 8, nb::arg("timeout_s").none() = nb::none(),
           nb::sig(
-              "def compare_swap(self, peer: int, offset_bytes: int, expected: int, desired: int, *, timeout_s: float "
-              "| None = None) -> int"),
-          "Sets the aligned 8-byte word to `desired` if it holds `expected`; returns what it held, in [0, 2**64).")
+              "def compare_swap(self, peer: int, offset_bytes: int, expected: int, desired: int, *, word_nbytes: int "
+              "= 8, timeout_s: float | None = None) -> int"),
+          "Sets the aligned word to `desired` if it holds `expected`; returns what it held. Otherwise as fetch_add().")
+      .def(
+          "swap",
+          [](PyWindow& self, nb::handle peer, nb::handle offset_bytes, nb::handle value, nb::handle word_nbytes,
+             nb::handle timeout_s) {
+            return self.atomic(peer, {Atomic::Kind::Swap, offset_bytes, value, nb::none(), word_nbytes, timeout_s});
+          },
+          nb::arg("peer").none(), nb::arg("offset_bytes").none(), nb::arg("value").none(), nb::kw_only(),
+          nb::arg("word_nbytes").none() = 8, nb::arg("timeout_s").none() = nb::none(),
+          nb::sig(
+              "def swap(self, peer: int, offset_bytes: int, value: int, *, word_nbytes: int = 8, timeout_s: float | "
+              "None = None) -> int"),
+          "Sets the aligned word to `value`; returns what it held. Otherwise as fetch_add().")
+      .def(
+          "atomic_load",
+          [](PyWindow& self, nb::handle offset_bytes, nb::handle word_nbytes) {
+            const std::uint64_t offset = to_u64(offset_bytes, "offset_bytes");
+            const unsigned size = to_word_nbytes(word_nbytes);
+            return self.open("atomic_load")->atomic_load(offset, size);
+          },
+          nb::arg("offset_bytes").none(), nb::kw_only(), nb::arg("word_nbytes").none() = 8,
+          nb::sig("def atomic_load(self, offset_bytes: int, *, word_nbytes: int = 8) -> int"),
+          R"(What an aligned word of this rank's memory holds now, never torn.
+
+What its value announces is visible: reads after this see what was put before the word was set by fetch_add, swap or
+compare_swap behind a flush. Unsupported on an attached window.)")
       .def(
           "flush",
           [](PyWindow& self, nb::handle peer, nb::handle timeout_s) {
@@ -215,6 +317,18 @@ Returns what it held, in [0, 2**64). Unsupported on a window over a private tens
 The target need not call anything. Raises the first failure of an asynchronous operation that nobody was told of, and
 ConnectionLost for a rank that is lost: every time, without `peer` until acknowledge_lost(), which says that the program
 knows. When the deadline passes, what is left is cancelled and DeadlineExceeded is raised.)")
+      .def(
+          "fence",
+          [](PyWindow& self, nb::handle peer) {
+            const std::int64_t rank = to_rank(peer);
+            self.open("fence")->target("fence", rank).fence();
+          },
+          nb::arg("peer").none(), nb::sig("def fence(self, peer: int) -> None"),
+          R"(Orders without waiting: what is issued to `peer` from here on takes effect after all that was issued before.
+
+That is, whoever sees the effect of a later operation sees those of the earlier ones, and a put behind it does not change what a
+get before it reads. The next operation may wait: on shm for asynchronous ones that are under way, over RDMA for a round trip. If
+an earlier one has failed, and nobody was told, the next raises that and is not carried out.)")
       .def(
           "lost", [](PyWindow& self) { return self.open("lost")->lost(); }, nb::sig("def lost(self) -> list[int]"),
           "The ranks that are lost, in order.")

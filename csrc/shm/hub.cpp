@@ -105,6 +105,11 @@ std::string Hub::name_of_holder(int socket) const {
   return peer == incoming_.end() ? "a peer" : text("process ", peer->second.pid);
 }
 
+bool Hub::is_held_by(int socket, const std::string& peer) const {
+  const auto holder = incoming_.find(socket);
+  return holder != incoming_.end() && holder->second.peer == peer;
+}
+
 // ---- The thread ---------------------------------------------------------------------------------------------------
 
 void Hub::run() {
@@ -182,7 +187,7 @@ Reply Hub::answer(Incoming& peer, const Request& request, std::vector<int>& fds,
   try {
     switch (request.type) {
       case Request::Type::Hello:
-        check_greeting(request.id, request.token);
+        peer.peer = greeted(request.id, request.token);
         peer.greeted = true;
         break;
       case Request::Type::Attach: open_memory(peer, request, reply, fds, keep_open); break;
@@ -208,11 +213,11 @@ void Hub::free_slot(std::uint64_t memory_id, std::uint32_t slot, int socket) {
 
 void Hub::open_memory(Incoming& peer, const Request& request, Reply& reply, std::vector<int>& fds, Fd& keep_open) {
   if (!peer.greeted) fail(ErrorKind::RemoteAccess, "attach: not connected");
-  ShmMemory& memory = opened(request.id, request.token);
+  const auto [memory, access] = opened(request.id, request.token, peer.peer);
   const auto& segment = memory.segment();
-  if (segment != nullptr && memory.access() == Access::Read) keep_open = segment->read_only_fd();
+  if (segment != nullptr && access == Access::Read) keep_open = segment->read_only_fd();
   reply.nbytes = memory.nbytes();
-  reply.access = static_cast<std::uint32_t>(memory.access());
+  reply.access = static_cast<std::uint32_t>(access);
   reply.slots = memory.control().slots();
   reply.signals = memory.control().signals();
   reply.slot = memory.take_slot(peer.socket.get());

@@ -30,19 +30,24 @@ class Hub : public Registry<ShmMemory>, public std::enable_shared_from_this<Hub>
   // Ends the thread and the listening. Memories and connections must be closed before.
   void stop();
 
-  Endpoint bind(bool shared) { return Registry::bind(shared, address_, host_token()); }
+  Endpoint bind(bool shared, const std::string& peer = {}) {
+    return Registry::bind(shared, peer, address_, host_token());
+  }
 
   // Watches a connection's socket and, if there is one, its peer's pidfd until unwatch().
   void watch(const std::shared_ptr<ShmConnection>& connection, int socket, int pidfd);
   void unwatch(int socket, int pidfd);
   std::vector<std::shared_ptr<ShmConnection>> connections();
-  std::string name_of_holder(int socket) const;  // with the lock held
+  // Both with the lock held.
+  std::string name_of_holder(int socket) const;
+  bool is_held_by(int socket, const std::string& peer) const;
 
  private:
   struct Incoming {
     Fd socket;
     pid_t pid = 0;
     bool greeted = false;
+    std::string peer;  // whom its endpoint was bound for
     // What the last Attach got, in case it is given up.
     std::uint64_t request_id = 0;
     std::uint64_t memory_id = 0;

@@ -31,6 +31,7 @@ ShmMemory::ShmMemory(std::shared_ptr<Hub> hub, std::uint64_t id, void* data, std
       control_segment_(onesided::shm::control_segment(slots, signals)),
       control_(control_segment_->base(), slots, signals),
       holders_(slots, kFree),
+      permissions_(access),
       keep_(std::move(keep)) {
   ControlHeader& header = control_.header();
   header.magic = ControlHeader::kMagic;
@@ -60,23 +61,9 @@ void ShmMemory::check_usable(const char* what) const {
 
 void ShmMemory::close(const Deadline& deadline) {
   if (hub_->forked()) return;  // it is the parent's, and stays open there
-  control_.header().closed.store(1, std::memory_order_seq_cst);
+  control_.header().closed.fetch_or(ControlHeader::kClosed, std::memory_order_seq_cst);
   control_.event().notify();
-  const auto spin_until = Deadline::after(50e-6);
-  for (;;) {
-    const std::string stuck = stuck_peers();
-    if (stuck.empty()) break;
-    if (deadline.passed()) {
-      fail(ErrorKind::DeadlineExceeded, "close: ", stuck,
-           " in the middle of an operation on this memory and may be stopped; ",
-           "the memory stays registered, close it again");
-    }
-    check_interrupt();
-    if (spin_until.passed()) {
-      const timespec nap{0, 100'000};
-      ::nanosleep(&nap, nullptr);
-    }
-  }
+  wait_until_quiet(nullptr, "close", deadline);
   // Only now: while it is listed, the hub frees the slots of peers that end in the middle of an operation.
   hub_->withdraw(id_);
   Keepalive kept;
@@ -84,12 +71,54 @@ void ShmMemory::close(const Deadline& deadline) {
   kept.swap(keep_);
 }
 
-// Names who has operations under way; empty if nobody has.
-std::string ShmMemory::stuck_peers() {
+void ShmMemory::permit(const std::string& peer, Access access) {
+  check_usable("this memory");
+  if (!permits(access_, access)) {
+    fail(ErrorKind::RemoteAccess, "permit: this memory permits '", name_of(access_), "' only, not '", name_of(access),
+         "'");
+  }
+  std::lock_guard lock(hub_->mutex());
+  permissions_.set(peer, access);
+}
+
+void ShmMemory::revoke(const std::string& peer, const Deadline& deadline) {
+  check_usable("this memory");
+  {
+    std::lock_guard lock(hub_->mutex());
+    permissions_.set(peer, Access::None);
+    for (std::uint32_t slot = 0; slot < holders_.size(); ++slot) {
+      if (hub_->is_held_by(holders_[slot], peer)) control_.header().set_revoked(slot, true);
+    }
+  }
+  control_.header().closed.fetch_or(ControlHeader::kRevoked, std::memory_order_seq_cst);
+  wait_until_quiet(&peer, "revoke", deadline);
+}
+
+void ShmMemory::wait_until_quiet(const std::string* of, const char* operation, const Deadline& deadline) {
+  const auto spin_until = Deadline::after(50e-6);
+  for (;;) {
+    const std::string stuck = stuck_peers(of);
+    if (stuck.empty()) return;
+    if (deadline.passed()) {
+      fail(ErrorKind::DeadlineExceeded, operation, ": ", stuck,
+           " in the middle of an operation on this memory and may be stopped; the memory stays registered, ", operation,
+           " it again");
+    }
+    check_interrupt();
+    if (spin_until.passed()) {
+      const timespec nap{0, 100'000};
+      ::nanosleep(&nap, nullptr);
+    }
+  }
+}
+
+// Names who has operations under way, of all or of one peer; empty if nobody has.
+std::string ShmMemory::stuck_peers(const std::string* of) {
   std::string names;
   std::lock_guard lock(hub_->mutex());
   for (std::uint32_t slot = 0; slot < holders_.size(); ++slot) {
     if (holders_[slot] == kFree || !control_.slot(slot).busy()) continue;
+    if (of != nullptr && !hub_->is_held_by(holders_[slot], *of)) continue;
     names += names.empty() ? "" : ", ";
     names += holders_[slot] == kOwner ? "this process" : hub_->name_of_holder(holders_[slot]);
   }
@@ -101,6 +130,7 @@ std::uint32_t ShmMemory::take_slot(int holder) {
     if (holders_[slot] != kFree) continue;
     holders_[slot] = holder;
     control_.slot(slot).clear();
+    control_.header().set_revoked(slot, false);
     return slot;
   }
   fail(ErrorKind::Unsupported, "all ", holders_.size(),

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "core/permissions.h"
 #include "core/segment.h"
 #include "core/transport.h"
 
@@ -29,9 +30,15 @@ class ShmMemory final : public Memory, public std::enable_shared_from_this<ShmMe
   Access access() const override { return access_; }
   RemoteMemory remote() const override;
   const Control& control() const override { return control_; }
-  bool closed() const override { return control_.header().closed.load(std::memory_order_seq_cst) != 0; }
+  bool closed() const override {
+    return control_.header().closed.load(std::memory_order_seq_cst) & ControlHeader::kClosed;
+  }
   void check_usable(const char* what) const override;
   void close(const Deadline& deadline) override;
+  void permit(const std::string& peer, Access access) override;
+  // The peer's library is told by a word that only this process can write. A process that went on all the same could: it has
+  // the memory mapped, and is of the same user.
+  void revoke(const std::string& peer, const Deadline& deadline) override;
   Description describe() const override;
 
   std::uint64_t id() const { return id_; }
@@ -40,13 +47,15 @@ class ShmMemory final : public Memory, public std::enable_shared_from_this<ShmMe
   const std::shared_ptr<Segment>& control_segment() const { return control_segment_; }
   const std::shared_ptr<Hub>& hub() const { return hub_; }
 
-  // Slots. Call with the hub's lock held.
+  // Call with the hub's lock held.
+  const Permissions& permissions() const { return permissions_; }
   std::uint32_t take_slot(int holder);  // throws Unsupported if all are taken
   void free_slot(std::uint32_t slot, int holder);
   void free_slots_of(int holder);
 
  private:
-  std::string stuck_peers();
+  std::string stuck_peers(const std::string* of = nullptr);
+  void wait_until_quiet(const std::string* of, const char* operation, const Deadline& deadline);
 
   const std::shared_ptr<Hub> hub_;
   const std::uint64_t id_;
@@ -58,6 +67,7 @@ class ShmMemory final : public Memory, public std::enable_shared_from_this<ShmMe
   const std::shared_ptr<Segment> control_segment_;
   Control control_;
   std::vector<int> holders_;
+  Permissions permissions_;
   Keepalive keep_;
 };
 

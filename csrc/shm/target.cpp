@@ -15,10 +15,13 @@
 namespace onesided::shm {
 namespace {
 
-// Signals and atomics order everything before them on every processor: the read-modify-write is sequentially consistent,
-// and the streaming copies end with a store fence.
-std::atomic_ref<std::uint64_t> word_at(std::uint64_t* word) {
-  return std::atomic_ref<std::uint64_t>(*word);
+// Many small pieces come up for breath (deadline, cancel, Ctrl-C) after so many bytes; each piece counts as some more.
+constexpr std::uint64_t kBreath = 4 << 20, kBreathPerPiece = 256;
+
+std::uint64_t total(std::span<const Piece> pieces) {
+  std::uint64_t nbytes = 0;
+  for (const Piece& piece : pieces) nbytes += piece.nbytes;
+  return nbytes;
 }
 
 bool process_ended(int pidfd) {
@@ -73,8 +76,12 @@ class ShmTarget::UnderWay {
   UnderWay& operator=(const UnderWay&) = delete;
 
   static void look(const ShmTarget& target, const char* operation) {
-    if (target.at_.control.header().closed.load(std::memory_order_seq_cst) != 0) {
-      fail(ErrorKind::StaleHandle, operation, ": the memory of ", target.peer().name(), " was closed");
+    if (const auto closed = target.at_.control.header().closed.load(std::memory_order_seq_cst); closed != 0)
+        [[unlikely]] {
+      if ((closed & ControlHeader::kClosed) != 0)
+        fail(ErrorKind::StaleHandle, operation, ": the memory of ", target.peer().name(), " was closed");
+      if (target.at_.control.header().is_revoked(target.at_.slot))
+        fail(ErrorKind::StaleHandle, operation, ": the access to the memory of ", target.peer().name(), " was revoked");
     }
     if (target.closed_.load(std::memory_order_seq_cst))
       fail(ErrorKind::StaleHandle, operation, ": this window is closed");
@@ -169,6 +176,7 @@ std::shared_ptr<Work> ShmTarget::write(const void* source, std::uint64_t nbytes,
     }
     Between between("put", *this, how.deadline);
     between.check_deadline();
+    keep_behind_fence(how.deadline);
     if (signal) settle_before_signal(how);
     write_now(source, nbytes, offset, signal, between);
     return std::shared_ptr<Work>();
@@ -184,7 +192,46 @@ std::shared_ptr<Work> ShmTarget::read(void* destination, std::uint64_t nbytes, s
     }
     Between between("get", *this, how.deadline);
     between.check_deadline();
+    keep_behind_fence(how.deadline);
     read_now(destination, nbytes, offset, between);
+    return std::shared_ptr<Work>();
+  });
+}
+
+std::shared_ptr<Work> ShmTarget::write_many(std::span<const Piece> pieces, const std::optional<Signal>& signal,
+                                            const How& how) {
+  return counted([&] {
+    for (const Piece& piece : pieces) check("put", Access::Write, piece.offset, piece.nbytes);
+    if (signal) check_signal("put", at_.peer->name(), signal->index, at_.control.signals());
+    if (how.async) {
+      const std::uint64_t told = signal ? strand_->failures_told() : 0;
+      return run_later(how,
+                       [=, copy = std::vector(pieces.begin(), pieces.end())](ShmTarget& target, Checkpoint& between) {
+                         if (signal) target.check_earlier("put with a signal", told);
+                         target.write_now(copy, signal, between);
+                       });
+    }
+    Between between("put", *this, how.deadline);
+    between.check_deadline();
+    keep_behind_fence(how.deadline);
+    if (signal) settle_before_signal(how);
+    write_now(pieces, signal, between);
+    return std::shared_ptr<Work>();
+  });
+}
+
+std::shared_ptr<Work> ShmTarget::read_many(std::span<const Piece> pieces, const How& how) {
+  return counted([&] {
+    for (const Piece& piece : pieces) check("get", Access::Read, piece.offset, piece.nbytes);
+    if (how.async) {
+      return run_later(how, [copy = std::vector(pieces.begin(), pieces.end())](ShmTarget& target, Checkpoint& between) {
+        target.read_now(copy, between);
+      });
+    }
+    Between between("get", *this, how.deadline);
+    between.check_deadline();
+    keep_behind_fence(how.deadline);
+    read_now(pieces, between);
     return std::shared_ptr<Work>();
   });
 }
@@ -233,6 +280,43 @@ void ShmTarget::read_now(void* destination, std::uint64_t nbytes, std::uint64_t 
   at_.counters->add(Count::Gets);
   at_.counters->add(Count::BytesGot, nbytes);
   at_.counters->add(Count::Copies);
+}
+
+void ShmTarget::write_now(std::span<const Piece> pieces, const std::optional<Signal>& signal, Checkpoint& between) {
+  UnderWay under_way(*this, "put");
+  move("put", true, pieces, between);
+  Counters& counters = *at_.counters;
+  counters.add(Count::Puts, pieces.size());
+  counters.add(Count::BytesPut, total(pieces));
+  counters.add(Count::Copies, pieces.size());
+  if (signal) signal_now(*signal);
+}
+
+void ShmTarget::read_now(std::span<const Piece> pieces, Checkpoint& between) {
+  UnderWay under_way(*this, "get");
+  move("get", false, pieces, between);
+  at_.counters->add(Count::Gets, pieces.size());
+  at_.counters->add(Count::BytesGot, total(pieces));
+  at_.counters->add(Count::Copies, pieces.size());
+}
+
+void ShmTarget::move(const char* operation, bool writing, std::span<const Piece> pieces, Checkpoint& between) {
+  std::uint64_t since = 0;
+  for (const Piece& piece : pieces) {
+    if (since > kBreath) {
+      between.pass();
+      since = 0;
+    }
+    since += piece.nbytes + kBreathPerPiece;
+    char* const there = at_.mapped + piece.offset;
+    if (at_.mapped == nullptr) {
+      cross_copy(operation, writing, static_cast<char*>(piece.data), piece.nbytes, piece.offset, between);
+    } else if (writing) {
+      copy_memory(there, piece.data, piece.nbytes, &between);
+    } else {
+      copy_memory(piece.data, there, piece.nbytes, &between);
+    }
+  }
 }
 
 void ShmTarget::signal_now(const Signal& signal) {
@@ -285,38 +369,37 @@ void ShmTarget::cross_copy(const char* operation, bool writing, char* local, std
   }
 }
 
-std::uint64_t* ShmTarget::atomic_word(const char* operation, std::uint64_t offset) const {
-  check(operation, Access::ReadWrite, offset, sizeof(std::uint64_t));
+// It orders everything before it on every processor: the read-modify-write is sequentially consistent, and the streaming copies
+// end with a store fence.
+template <class Word>
+std::uint64_t ShmTarget::atomic_on(const Atomic& what) {
+  check(what.name(), Access::ReadWrite, what.offset, sizeof(Word));
   if (!at_.shareable) {
-    fail(ErrorKind::Unsupported, operation, ": the memory of ", at_.peer->name(),
+    fail(ErrorKind::Unsupported, what.name(), ": the memory of ", at_.peer->name(),
          " is private and cannot be reached by atomics; use memory from Window.allocate or transport.allocate");
   }
-  char* word = at_.mapped + offset;
-  if (reinterpret_cast<std::uintptr_t>(word) % alignof(std::uint64_t) != 0) {
-    fail(ErrorKind::Bounds, operation, ": the word at offset ", offset, " is not aligned to 8 bytes in the memory of ",
-         at_.peer->name());
+  char* const address = at_.mapped + what.offset;
+  if (reinterpret_cast<std::uintptr_t>(address) % sizeof(Word) != 0) {
+    fail(ErrorKind::Bounds, what.name(), ": the word at offset ", what.offset, " is not aligned to ", sizeof(Word),
+         " bytes in the memory of ", at_.peer->name());
   }
-  return reinterpret_cast<std::uint64_t*>(word);
+  UnderWay under_way(*this, what.name());
+  at_.counters->add(Count::Atomics);
+  const std::atomic_ref word(*reinterpret_cast<Word*>(address));
+  const auto operand = static_cast<Word>(what.operand);
+  auto seen = static_cast<Word>(what.expected);
+  switch (what.kind) {
+    case Atomic::Kind::FetchAdd: return word.fetch_add(operand, std::memory_order_seq_cst);
+    case Atomic::Kind::Swap: return word.exchange(operand, std::memory_order_seq_cst);
+    case Atomic::Kind::CompareSwap: word.compare_exchange_strong(seen, operand, std::memory_order_seq_cst); return seen;
+  }
+  return 0;
 }
 
-std::uint64_t ShmTarget::fetch_add(std::uint64_t offset, std::uint64_t add, const Deadline&) {
+std::uint64_t ShmTarget::atomic(const Atomic& what, const Deadline& deadline) {
   return counted([&] {
-    std::uint64_t* word = atomic_word("fetch_add", offset);
-    UnderWay under_way(*this, "fetch_add");
-    at_.counters->add(Count::Atomics);
-    return word_at(word).fetch_add(add, std::memory_order_seq_cst);
-  });
-}
-
-std::uint64_t ShmTarget::compare_swap(std::uint64_t offset, std::uint64_t expected, std::uint64_t desired,
-                                      const Deadline&) {
-  return counted([&] {
-    std::uint64_t* word = atomic_word("compare_swap", offset);
-    UnderWay under_way(*this, "compare_swap");
-    at_.counters->add(Count::Atomics);
-    std::uint64_t seen = expected;
-    word_at(word).compare_exchange_strong(seen, desired, std::memory_order_seq_cst);
-    return seen;
+    keep_behind_fence(deadline);
+    return what.word_nbytes == 4 ? atomic_on<std::uint32_t>(what) : atomic_on<std::uint64_t>(what);
   });
 }
 
@@ -328,6 +411,21 @@ void ShmTarget::flush(const Deadline& deadline) {
   if (at_.peer->lost()) at_.peer->fail_lost("flush");
   std::atomic_thread_fence(std::memory_order_seq_cst);
   at_.counters->add(Count::Flushes);
+}
+
+// Asynchronous operations run in the order they were issued; only one that runs at once could overtake them.
+void ShmTarget::fence() {
+  check_not_forked(at_.made_in, "this window");
+  UnderWay::look(*this, "fence");
+  if (busy()) fences_.fetch_add(1);
+}
+
+void ShmTarget::keep_behind_fence(const Deadline& deadline) {
+  const std::uint32_t fences = fences_.load(std::memory_order_relaxed);
+  if (fences == fenced_.load(std::memory_order_relaxed)) [[likely]]
+    return;
+  strand_->drain(deadline);
+  fenced_.store(fences, std::memory_order_relaxed);
 }
 
 // ---- Asynchronous operations ----------------------------------------------------------------------------------------

@@ -43,11 +43,13 @@ class ShmTarget final : public Target {
   std::shared_ptr<Work> write(const void* source, std::uint64_t nbytes, std::uint64_t offset,
                               const std::optional<Signal>& signal, const How& how) override;
   std::shared_ptr<Work> read(void* destination, std::uint64_t nbytes, std::uint64_t offset, const How& how) override;
+  std::shared_ptr<Work> write_many(std::span<const Piece> pieces, const std::optional<Signal>& signal,
+                                   const How& how) override;
+  std::shared_ptr<Work> read_many(std::span<const Piece> pieces, const How& how) override;
   std::shared_ptr<Work> signal(const Signal& signal, const How& how) override;
-  std::uint64_t fetch_add(std::uint64_t offset, std::uint64_t add, const Deadline& deadline) override;
-  std::uint64_t compare_swap(std::uint64_t offset, std::uint64_t expected, std::uint64_t desired,
-                             const Deadline& deadline) override;
+  std::uint64_t atomic(const Atomic& what, const Deadline& deadline) override;
   void flush(const Deadline& deadline) override;
+  void fence() override;
   void close(const Deadline& deadline) override;
 
   bool busy() const override { return !strand_->idle(); }
@@ -58,7 +60,7 @@ class ShmTarget final : public Target {
   Counters& counters() const override { return *at_.counters; }
   Description describe() const override;
   // True once it was closed, here or by the memory's owner.
-  bool ended() const { return closed_.load() || at_.control.header().closed.load() != 0; }
+  bool ended() const { return closed_.load() || at_.control.header().closed.load() & ControlHeader::kClosed; }
 
  private:
   class UnderWay;
@@ -70,11 +72,16 @@ class ShmTarget final : public Target {
   void write_now(const void* source, std::uint64_t nbytes, std::uint64_t offset, const std::optional<Signal>& signal,
                  Checkpoint& between);
   void read_now(void* destination, std::uint64_t nbytes, std::uint64_t offset, Checkpoint& between);
+  void write_now(std::span<const Piece> pieces, const std::optional<Signal>& signal, Checkpoint& between);
+  void read_now(std::span<const Piece> pieces, Checkpoint& between);
+  void move(const char* operation, bool writing, std::span<const Piece> pieces, Checkpoint& between);
   void signal_now(const Signal& signal);
   void cross_copy(const char* operation, bool writing, char* local, std::uint64_t nbytes, std::uint64_t offset,
                   Checkpoint& between);
-  std::uint64_t* atomic_word(const char* operation, std::uint64_t offset) const;
+  template <class Word>
+  std::uint64_t atomic_on(const Atomic& what);
   void settle_before_signal(const How& how);
+  void keep_behind_fence(const Deadline& deadline);
   void check_earlier(const char* operation, std::uint64_t told);
   std::shared_ptr<Work> run_later(const How& how, std::function<void(ShmTarget&, Checkpoint&)> operation);
 
@@ -83,6 +90,7 @@ class ShmTarget final : public Target {
   OwnedBy owner_;
   std::atomic<bool> closed_{false};
   std::atomic<bool> unflushed_{false};
+  std::atomic<std::uint32_t> fences_{0}, fenced_{0};  // as of fence(), and as of the operation that saw to it
 };
 
 }  // namespace onesided::shm

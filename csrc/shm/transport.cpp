@@ -84,9 +84,9 @@ std::shared_ptr<Target> ShmTransport::loop_back(const std::shared_ptr<Memory>& m
   return std::make_shared<ShmTarget>(std::move(parts));
 }
 
-Endpoint ShmTransport::bind(bool shared) {
+Endpoint ShmTransport::bind(bool shared, const std::string& peer) {
   hub_->check_usable("this transport");
-  return hub_->bind(shared);
+  return hub_->bind(shared, peer);
 }
 
 std::shared_ptr<Connection> ShmTransport::connect(const Endpoint& peer, const std::string& name,

@@ -106,7 +106,7 @@ void RdmaConnection::hear(const Message& message) {
                  [](const Channel&) { return true; });
     return;
   }
-  if (message.say == Say::Revoke) {
+  if (message.say == Say::Revoke || message.say == Say::Renew) {
     Revocation revocation{message.id, {}};
     {
       std::lock_guard lock(mutex_);
@@ -118,7 +118,7 @@ void RdmaConnection::hear(const Message& message) {
           revocation.targets.push_back(std::move(target));
         }
       }
-      for (const auto& target : revocation.targets) target->revoke();
+      for (const auto& target : revocation.targets) target->bar(message.say == Say::Renew);
       if (!closed_.load()) revocations_.push_back(std::move(revocation));
     }
     return;  // finish_revocations() follows in the same turn of the hub's thread
@@ -371,22 +371,27 @@ std::shared_ptr<Target> RdmaConnection::attach(const RemoteMemory& remote, const
   return open_memory(remote, false, deadline);
 }
 
+Reach RdmaConnection::ask_reach(std::uint64_t memory_id, const Token& key, const Deadline& deadline) {
+  Message attach;
+  attach.say = Say::Attach;
+  attach.id = memory_id;
+  attach.token = key;
+  Reach reach = ask(std::move(attach), Say::Attached, deadline).reach;
+  // How many pieces there can be was checked when the message was read.
+  const std::uint64_t pieces = reach.nbytes == 0 ? 0 : (reach.nbytes - 1) / reach.piece_nbytes + 1;
+  if (reach.keys.size() != pieces * peer_rails_.size() || reach.words_keys.size() != peer_rails_.size()) {
+    give_back(memory_id);
+    fail(ErrorKind::ConnectionLost, "attach: ", peer_->name(), " described its memory wrongly");
+  }
+  return reach;
+}
+
 std::shared_ptr<RdmaTarget> RdmaConnection::open_memory(const RemoteMemory& remote, bool whole,
                                                         const Deadline& deadline) {
   hub_->check_usable("this transport");
   if (closed_.load()) fail(ErrorKind::StaleHandle, "attach: this connection is closed");
   check_handle(remote);
-  Message attach;
-  attach.say = Say::Attach;
-  attach.id = remote.memory_id;
-  attach.token = remote.key;
-  Reach reach = ask(std::move(attach), Say::Attached, deadline).reach;
-  // How many pieces there can be was checked when the message was read.
-  const std::uint64_t pieces = reach.nbytes == 0 ? 0 : (reach.nbytes - 1) / reach.piece_nbytes + 1;
-  if (reach.keys.size() != pieces * peer_rails_.size() || reach.words_keys.size() != peer_rails_.size()) {
-    give_back(remote.memory_id);
-    fail(ErrorKind::ConnectionLost, "attach: ", peer_->name(), " described its memory wrongly");
-  }
+  Reach reach = ask_reach(remote.memory_id, remote.key, deadline);
   if (remote.offset > reach.nbytes || remote.nbytes > reach.nbytes - remote.offset) {
     give_back(remote.memory_id);
     fail(ErrorKind::Handle, "attach: this handle describes more than the ", reach.nbytes, " bytes of the memory");
@@ -395,8 +400,7 @@ std::shared_ptr<RdmaTarget> RdmaConnection::open_memory(const RemoteMemory& remo
   const std::uint64_t offset = whole ? 0 : remote.offset;
   const std::uint64_t nbytes = whole ? reach.nbytes : remote.nbytes;
   counters_->add(Count::Registrations);
-  auto target =
-      std::make_shared<RdmaTarget>(shared_from_this(), remote.memory_id, std::move(reach), offset, nbytes, access);
+  auto target = std::make_shared<RdmaTarget>(shared_from_this(), remote, std::move(reach), offset, nbytes, access);
   std::lock_guard lock(mutex_);
   if (closed_.load()) fail(ErrorKind::StaleHandle, "attach: this connection is closed");
   std::erase_if(attached_, [](const auto& weak) { return weak.expired(); });

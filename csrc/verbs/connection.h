@@ -38,7 +38,8 @@ class RdmaConnection final : public Connection, public std::enable_shared_from_t
   Hub& hub() const { return *hub_; }
   const std::shared_ptr<PeerState>& peer_state() const { return peer_; }
   const std::shared_ptr<Counters>& counters() const { return counters_; }
-  // The peer counts how often a memory is open.
+  // Where a memory of the peer's is; it counts how often.
+  Reach ask_reach(std::uint64_t memory_id, const Token& key, const Deadline& deadline);
   void give_back(std::uint64_t memory_id);
 
   // From the hub's thread.

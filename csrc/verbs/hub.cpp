@@ -140,27 +140,32 @@ std::shared_ptr<Registration> Hub::registration_of(const std::shared_ptr<Allocat
   return std::static_pointer_cast<Registration>(kept);
 }
 
-void Hub::revoke(std::uint64_t memory_id, const Deadline& deadline) {
-  const auto holders = [&] {
-    std::lock_guard lock(mutex_);
-    return std::any_of(incoming_.begin(), incoming_.end(),
-                       [&](const auto& peer) { return peer.second.attached.count(memory_id) != 0; });
+void Hub::revoke(std::uint64_t memory_id, const std::string* peer, const Deadline& deadline) {
+  // Those that were told and have not answered.
+  const auto waited_for = [memory_id](const Incoming& incoming) {
+    const auto held = incoming.attached.find(memory_id);
+    return held != incoming.attached.end() && held->second.told != 0;
   };
   {
-    Message revoke;
-    revoke.say = Say::Revoke;
-    revoke.id = memory_id;
-    const std::string bytes = revoke.to_bytes();
+    Message message;
+    message.id = memory_id;
     std::lock_guard lock(mutex_);
-    for (auto& [fd, peer] : incoming_) {
-      if (peer.attached.count(memory_id) == 0) continue;
-      peer.socket->send(bytes);
-      update_events(fd, peer.socket->has_rest());
+    for (auto& [fd, incoming] : incoming_) {
+      const auto held = incoming.attached.find(memory_id);
+      if (held == incoming.attached.end()) continue;
+      held->second.told = held->second.count;
+      message.say = peer == nullptr || incoming.peer == *peer ? Say::Revoke : Say::Renew;
+      incoming.socket->send(message.to_bytes());
+      update_events(fd, incoming.socket->has_rest());
     }
   }
   for (;;) {
     const std::uint64_t seen = answers_.load();
-    if (!holders()) return;
+    {
+      std::lock_guard lock(mutex_);
+      if (std::none_of(incoming_.begin(), incoming_.end(), [&](const auto& one) { return waited_for(one.second); }))
+        return;
+    }
     if (!revoked_.await([&] { return answers_.load() != seen; }, deadline)) break;
   }
   Message ended;
@@ -168,12 +173,13 @@ void Hub::revoke(std::uint64_t memory_id, const Deadline& deadline) {
   ended.id = memory_id;
   const std::string bytes = ended.to_bytes();
   std::lock_guard lock(mutex_);
-  for (auto& [fd, peer] : incoming_) {
-    if (peer.attached.erase(memory_id) == 0) continue;
+  for (auto& [fd, incoming] : incoming_) {
+    if (!waited_for(incoming)) continue;
+    incoming.attached.erase(memory_id);
     // It may be in the middle of a write. When it goes on, it hears of this and opens the next generation.
-    peer.responders.clear();
-    peer.socket->send(bytes);
-    update_events(fd, peer.socket->has_rest());
+    incoming.responders.clear();
+    incoming.socket->send(bytes);
+    update_events(fd, incoming.socket->has_rest());
   }
 }
 
@@ -306,7 +312,7 @@ std::optional<Message> Hub::answer(Incoming& peer, const Message& message) {
     if (message.say != Say::Hello && !peer.greeted) fail(ErrorKind::RemoteAccess, "not connected");
     switch (message.say) {
       case Say::Hello:
-        check_greeting(message.id, message.token);
+        peer.peer = greeted(message.id, message.token);
         peer.greeted = true;
         reply.say = Say::Welcome;
         for (const Rail& rail : rails_) {
@@ -315,7 +321,7 @@ std::optional<Message> Hub::answer(Incoming& peer, const Message& message) {
         return reply;
       case Say::Open: open_pairs(peer, message, reply); return reply;
       case Say::Attach: {
-        const RdmaMemory& memory = opened(message.id, message.token);
+        const auto [memory, access] = opened(message.id, message.token, peer.peer);
         const auto peers = std::count_if(incoming_.begin(), incoming_.end(), [&](const auto& other) {
           return other.second.attached.count(message.id) != 0;
         });
@@ -324,15 +330,18 @@ std::optional<Message> Hub::answer(Incoming& peer, const Message& message) {
                " places of this memory, for peers and for its owner itself, are taken");
         }
         reply.say = Say::Attached;
-        reply.reach = memory.reach();
-        ++peer.attached[message.id];
+        reply.reach = memory.reach(access);
+        ++peer.attached[message.id].count;
         return reply;
       }
       case Say::Detach:
       case Say::Revoked:
-        if (const auto held = peer.attached.find(message.id);
-            held != peer.attached.end() && (message.say == Say::Revoked || --held->second == 0)) {
-          peer.attached.erase(held);
+        if (const auto held = peer.attached.find(message.id); held != peer.attached.end()) {
+          auto& [count, told] = held->second;
+          const unsigned over = message.say == Say::Detach ? 1 : told;
+          count -= std::min(count, over);
+          told -= std::min(told, over);
+          if (count == 0) peer.attached.erase(held);
         }
         answers_.fetch_add(1);
         revoked_.notify();

@@ -24,6 +24,9 @@ class RdmaConnection;
 
 class Hub : public Registry<RdmaMemory>, public std::enable_shared_from_this<Hub> {
  public:
+  // Whom the endpoints are bound for by which a transport connects to itself.
+  static constexpr const char* kOwner = "the owner itself";
+
   // `host`: the address to listen on; empty for that of the first rail, or of this host if the rail has none.
   Hub(std::vector<Rail> rails, const Tuning& tuning, std::string host);
   ~Hub();
@@ -31,7 +34,7 @@ class Hub : public Registry<RdmaMemory>, public std::enable_shared_from_this<Hub
   void start();
   void stop();
 
-  Endpoint bind(bool shared) { return Registry::bind(shared, listener_.address); }
+  Endpoint bind(bool shared, const std::string& peer = {}) { return Registry::bind(shared, peer, listener_.address); }
 
   const std::vector<Rail>& rails() const { return rails_; }
   const std::vector<std::shared_ptr<Device>>& devices() const { return devices_; }  // by rail
@@ -40,8 +43,9 @@ class Hub : public Registry<RdmaMemory>, public std::enable_shared_from_this<Hub
 
   // The registration of an object of the caller's, kept for as long as the object lives and this transport is open.
   std::shared_ptr<Registration> registration_of(const std::shared_ptr<Allocation>& allocation);
-  // Has every peer that opened the memory end its operations on it; takes the queue pairs of those that do not in time.
-  void revoke(std::uint64_t memory_id, const Deadline& deadline);
+  // Has every peer that opened the memory end its operations on it; takes the queue pairs of those that do not in time. With
+  // `peer`, only this one is to have done with it: the others open it again, with new keys.
+  void revoke(std::uint64_t memory_id, const std::string* peer, const Deadline& deadline);
 
   void watch(const std::shared_ptr<RdmaConnection>& connection);
   void unwatch(int socket);
@@ -54,11 +58,16 @@ class Hub : public Registry<RdmaMemory>, public std::enable_shared_from_this<Hub
   static constexpr std::size_t kMostStrangers = 1024;
   static constexpr unsigned kFramesATurn = 64;
 
+  // How often a peer has opened a memory, and how many of these it was told to end.
+  struct Held {
+    unsigned count = 0, told = 0;
+  };
   struct Incoming {
     std::unique_ptr<net::FramedSocket> socket;
     bool greeted = false;
+    std::string peer;  // whom its endpoint was bound for
     std::vector<std::unique_ptr<Responder>> responders;
-    std::map<std::uint64_t, unsigned> attached;  // how often it has opened each memory
+    std::map<std::uint64_t, Held> attached;  // by memory
     Deadline greets = Deadline::after(kGreeting);
   };
 

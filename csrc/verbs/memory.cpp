@@ -32,24 +32,36 @@ RdmaMemory::RdmaMemory(std::shared_ptr<Hub> hub, std::uint64_t id, void* data, s
       segment_(std::move(segment)),
       control_segment_(make_control(signals)),
       control_(control_segment_->base(), 0, signals),
+      permissions_(access),
       keep_(std::move(keep)) {
   ControlHeader& header = control_.header();
   header.magic = ControlHeader::kMagic;
   header.signals = signals;
-  char* const words = control_segment_->base() + kWordsAt;
-  HostMemory word_memory(words);
-  words_ = std::make_unique<Registration>(hub_->devices(), word_memory, reinterpret_cast<std::uint64_t>(words),
-                                          sizeof(std::uint64_t) * (std::uint64_t{signals} + 1),
-                                          access_flags(Access::ReadWrite, true));
+  permissions_.set(Hub::kOwner, access);
+  words_ = register_words();
+  registration_.store(register_bytes(access_));
+}
+
+RdmaMemory::Registered RdmaMemory::register_bytes(Access access) const {
   HostMemory memory(data_);
-  registration_.store(std::make_shared<Registration>(hub_->devices(), memory, reinterpret_cast<std::uint64_t>(data_),
-                                                     nbytes_, access_flags(access_, false)));
+  return std::make_shared<Registration>(hub_->devices(), memory, reinterpret_cast<std::uint64_t>(data_), nbytes_,
+                                        access_flags(access, false));
+}
+
+RdmaMemory::Registered RdmaMemory::register_words() const {
+  char* const words = control_segment_->base() + kWordsAt;
+  HostMemory memory(words);
+  return std::make_shared<Registration>(hub_->devices(), memory, reinterpret_cast<std::uint64_t>(words),
+                                        sizeof(std::uint64_t) * (std::uint64_t{control_.signals()} + 1),
+                                        access_flags(Access::ReadWrite, true));
 }
 
 RdmaMemory::~RdmaMemory() {
   if (hub_->forked()) {
-    new std::unique_ptr<Registration>(std::move(words_));  // the parent's: its keys are not this process's to give back
-    new std::shared_ptr<Registration>(registration_.load());
+    // The parent's: its keys are not this process's to give back.
+    new std::map<Access, Registered>(std::move(narrower_));
+    new Registered(std::move(words_));
+    new Registered(registration_.load());
     return;
   }
   InterruptScope undisturbed(nullptr);
@@ -64,12 +76,13 @@ void RdmaMemory::check_usable(const char* what) const {
   check_not_forked(hub_->made_in(), what);
 }
 
-Reach RdmaMemory::reach() const {
+Reach RdmaMemory::reach(Access access) const {
   Reach reach;
-  const auto registration = this->registration();
+  const auto narrower = narrower_.find(access);
+  const auto registration = narrower != narrower_.end() ? narrower->second : this->registration();
   if (registration == nullptr) fail(ErrorKind::StaleHandle, "attach: this memory was closed");
   reach.nbytes = nbytes_;
-  reach.access = access_;
+  reach.access = access;
   reach.signals = control_.signals();
   reach.address = registration->address();
   reach.piece_nbytes = registration->piece_nbytes();
@@ -87,14 +100,57 @@ void RdmaMemory::close(const Deadline& deadline) {
   if (hub_->forked()) return;  // it is the parent's, and stays open there
   std::lock_guard lock(close_mutex_);
   if (registration_.load() == nullptr) return;
-  control_.header().closed.store(1, std::memory_order_seq_cst);
+  control_.header().closed.store(ControlHeader::kClosed, std::memory_order_seq_cst);
   control_.event().notify();
-  hub_->revoke(id_, deadline);
+  hub_->revoke(id_, nullptr, deadline);
   hub_->withdraw(id_);
   // From here on the devices refuse every access, whoever still knows the keys.
   words_ = nullptr;
+  narrower_.clear();
   registration_.store(nullptr);
   keep_ = nullptr;
+}
+
+void RdmaMemory::permit(const std::string& peer, Access access) {
+  check_usable("this memory");
+  if (!permits(access_, access)) {
+    fail(ErrorKind::RemoteAccess, "permit: this memory permits '", name_of(access_), "' only, not '", name_of(access),
+         "'");
+  }
+  std::lock_guard closing(close_mutex_);
+  if (registration_.load() == nullptr) fail(ErrorKind::StaleHandle, "permit: this memory is closed");
+  Registered registered;
+  if (access != access_ && access != Access::None && narrower_.count(access) == 0) registered = register_bytes(access);
+  std::lock_guard lock(hub_->mutex());
+  if (registered != nullptr) narrower_[access] = std::move(registered);
+  permissions_.set(peer, access);
+}
+
+void RdmaMemory::revoke(const std::string& peer, const Deadline& deadline) {
+  check_usable("this memory");
+  std::lock_guard closing(close_mutex_);
+  if (registration_.load() == nullptr) fail(ErrorKind::StaleHandle, "revoke: this memory is closed");
+  // Made first: if there cannot be so much, nothing has changed.
+  Registered words = register_words(), bytes = register_bytes(access_);
+  std::map<Access, Registered> narrower;
+  for (const auto& [access, registered] : narrower_) narrower[access] = register_bytes(access);
+  {
+    std::lock_guard lock(hub_->mutex());
+    permissions_.set(peer, Access::None);
+    words_.swap(words);
+    narrower_.swap(narrower);
+    bytes = registration_.exchange(std::move(bytes));
+  }
+  hub_->revoke(id_, &peer, deadline);
+  // Operations of this process's own may still use the old keys of its memory.
+  Event never;
+  while (bytes.use_count() > 1 && !deadline.passed()) {
+    never.await([&] { return bytes.use_count() <= 1; }, deadline.at_most(std::chrono::milliseconds(1)));
+  }
+  if (bytes.use_count() > 1) {
+    fail(ErrorKind::DeadlineExceeded,
+         "revoke: an operation of this process's own still uses the memory, and so the old keys; ", "they end with it");
+  }
 }
 
 Description RdmaMemory::describe() const {

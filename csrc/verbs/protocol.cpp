@@ -109,7 +109,8 @@ std::string Message::to_bytes() const {
     case Say::Detach:
     case Say::Revoke:
     case Say::Revoked:
-    case Say::Ended: writer.put(id); break;
+    case Say::Ended:
+    case Say::Renew: writer.put(id); break;
     case Say::Failed:
       writer.put(static_cast<std::uint8_t>(error));
       writer.put(cut(text));
@@ -187,7 +188,8 @@ Message Message::from_bytes(std::string_view bytes) {
     case Say::Detach:
     case Say::Revoke:
     case Say::Revoked:
-    case Say::Ended: message.id = reader.get<std::uint64_t>(); break;
+    case Say::Ended:
+    case Say::Renew: message.id = reader.get<std::uint64_t>(); break;
     case Say::Failed: {
       const auto kind = reader.get<std::uint8_t>();
       message.error = kind < kErrorKinds ? static_cast<ErrorKind>(kind) : ErrorKind::Onesided;

@@ -29,6 +29,7 @@ enum class Say : std::uint8_t {
   Revoked = 9,   // nothing is under way any more
   Failed = 10,   // in place of Welcome, Opened or Attached
   Ended = 11,    // the other side has taken its queue pairs away: the next generation has to be opened
+  Renew = 12,    // the owner changes the keys: as Revoke, but the memory may be attached again
 };
 
 struct RailAddress {
@@ -58,7 +59,7 @@ struct Reach {
 struct Message {
   Say say{};
   std::uint64_t request_id = 0;
-  std::uint64_t id = 0;            // Hello: the endpoint; Attach, Detach, Revoke, Revoked, Ended: the memory
+  std::uint64_t id = 0;            // Hello: the endpoint; Attach, Detach, Revoke, Revoked, Ended, Renew: the memory
   Token token{};                   // Hello: the secret; Attach: the key
   std::uint32_t pid = 0;           // Hello, for messages
   std::uint32_t generation = 0;    // Open

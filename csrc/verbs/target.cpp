@@ -76,13 +76,13 @@ class RdmaWork final : public Work {
 // Counts an operation as under way, so that the owner of the memory is not told that all is quiet.
 class RdmaTarget::UnderWay {
  public:
-  [[gnu::always_inline]] UnderWay(RdmaTarget& target, const char* operation, bool revoked_too = false)
+  [[gnu::always_inline]] UnderWay(RdmaTarget& target, const char* operation, const Deadline& deadline,
+                                  bool revoked_too = false)
       : target_(target) {
     target.under_way_.fetch_add(1, std::memory_order_seq_cst);
-    if ((target.revoked_.load(std::memory_order_seq_cst) && !revoked_too) ||
-        target.closed_.load(std::memory_order_relaxed) || target.peer().lost()) {
-      end();
-      refuse(operation, revoked_too);
+    if (target.barred_.load(std::memory_order_seq_cst) != kFree || target.closed_.load(std::memory_order_relaxed) ||
+        target.peer().lost()) [[unlikely]] {
+      look(operation, deadline, revoked_too);
     }
   }
   ~UnderWay() { end(); }
@@ -90,12 +90,27 @@ class RdmaTarget::UnderWay {
   UnderWay& operator=(const UnderWay&) = delete;
 
  private:
-  [[noreturn]] void refuse(const char* operation, bool revoked_too) const {
-    if (target_.closed_.load()) fail(ErrorKind::StaleHandle, operation, ": this window is closed");
-    if (target_.revoked_.load() && !revoked_too) {
-      fail(ErrorKind::StaleHandle, operation, ": the memory of ", target_.peer().name(), " was closed");
+  void look(const char* operation, const Deadline& deadline, bool revoked_too) {
+    try {
+      for (;;) {
+        if (target_.closed_.load()) fail(ErrorKind::StaleHandle, operation, ": this window is closed");
+        if (target_.revoked() && !revoked_too) {
+          fail(ErrorKind::StaleHandle, operation, ": the memory of ", target_.peer().name(),
+               " was closed, or the access to it revoked");
+        }
+        if (target_.peer().lost()) target_.peer().fail_lost(operation);
+        if (target_.barred_.load() <= kRevoked) return;
+        end();
+        struct Again {
+          RdmaTarget& target;
+          ~Again() { target.under_way_.fetch_add(1, std::memory_order_seq_cst); }
+        } again{target_};
+        target_.renew(operation, deadline);
+      }
+    } catch (...) {
+      end();
+      throw;
     }
-    target_.peer().fail_lost(operation);
   }
   void end() { target_.under_way_.fetch_sub(1, std::memory_order_seq_cst); }
 
@@ -137,12 +152,14 @@ class RdmaTarget::Local {
   std::shared_ptr<Registration> hold_;
 };
 
-RdmaTarget::RdmaTarget(std::shared_ptr<RdmaConnection> connection, std::uint64_t memory_id, Reach reach,
+RdmaTarget::RdmaTarget(std::shared_ptr<RdmaConnection> connection, const RemoteMemory& remote, Reach reach,
                        std::uint64_t offset, std::uint64_t nbytes, Access access)
     : connection_(std::move(connection)),
       made_in_(fork_generation()),
-      memory_id_(memory_id),
+      memory_id_(remote.memory_id),
+      key_(remote.key),
       reach_(std::move(reach)),
+      signals_(reach_.signals),
       offset_(offset),
       nbytes_(nbytes),
       access_(access),
@@ -156,6 +173,28 @@ RdmaTarget::~RdmaTarget() {
   } catch (const Error&) {
     // It is closed all the same.
   }
+}
+
+// Asks for the keys again that the owner has changed. What began before it did so ends with the old ones first.
+void RdmaTarget::renew(const char* operation, const Deadline& deadline) {
+  BlockingHook::before_waiting();
+  std::lock_guard lock(renew_mutex_);
+  std::uint64_t renewal = barred_.load();
+  if (renewal <= kRevoked) return;
+  Event never;
+  while (under_way_.load() != 0) {  // looked at every millisecond: operations of other threads end without telling
+    if (deadline.passed()) {
+      fail(ErrorKind::DeadlineExceeded, operation, " to ", peer().name(), ": earlier operations are not over");
+    }
+    never.await([this] { return under_way_.load() == 0; }, deadline.at_most(std::chrono::milliseconds(1)));
+  }
+  Reach reach = connection_->ask_reach(memory_id_, key_, deadline);
+  if (reach.nbytes != reach_.nbytes || reach.address != reach_.address || reach.piece_nbytes != reach_.piece_nbytes ||
+      reach.signals != signals_) {
+    fail(ErrorKind::ConnectionLost, operation, ": ", peer().name(), " described its memory wrongly");
+  }
+  reach_ = std::move(reach);
+  barred_.compare_exchange_strong(renewal, kFree);  // unless they have been changed again, or it was closed
 }
 
 [[gnu::always_inline]] inline void RdmaTarget::check(const char* operation, Access wanted, std::uint64_t offset,
@@ -236,7 +275,7 @@ std::shared_ptr<Work> RdmaTarget::counted(const How& how, Operation&& operation)
 // What a device reports because a memory is no longer there, in the words of who uses it.
 Error RdmaTarget::seen_from_here(const Error& error) const {
   if (error.kind() != ErrorKind::RemoteAccess && error.kind() != ErrorKind::ConnectionLost) return error;
-  if (revoked_.load()) {
+  if (revoked()) {
     return Error(ErrorKind::StaleHandle,
                  text("the memory of ", peer().name(), " was closed meanwhile: ", error.what()));
   }
@@ -248,8 +287,21 @@ Error RdmaTarget::seen_from_here(const Error& error) const {
 
 [[gnu::always_inline]] inline Channel& RdmaTarget::begin(bool signals, const Deadline& deadline) {
   Channel& channel = *connection_->channel(deadline);
-  if (used_.load(std::memory_order_acquire) != &channel) change_channel(channel, signals);
+  if (used_.load(std::memory_order_acquire) != &channel ||
+      fences_.load(std::memory_order_relaxed) != fenced_.load(std::memory_order_relaxed)) [[unlikely]] {
+    adapt(channel, signals, deadline);
+  }
   return channel;
+}
+
+void RdmaTarget::adapt(Channel& channel, bool signals, const Deadline& deadline) {
+  const std::uint32_t fences = fences_.load(), fenced = fenced_.load();
+  if (used_.load() != &channel) change_channel(channel, signals || fences != fenced);
+  if (fences == fenced) return;
+  // A queue pair does its writes in order, but the memory they go to is registered for relaxed ordering: there they may overtake
+  // each other. And a write may overtake a read before it.
+  push("fence", channel, 0, deadline);
+  fenced_.store(fences);
 }
 
 void RdmaTarget::change_channel(Channel& channel, bool signals) {
@@ -263,7 +315,7 @@ void RdmaTarget::change_channel(Channel& channel, bool signals) {
   if (signals && untold_) {
     const Error error = *untold_;
     untold_.reset();
-    throw Error(error.kind(), text("the signal was not sent: ", error.what()));
+    throw Error(error.kind(), text("a signal or what comes after a fence was not sent: ", error.what()));
   }
 }
 
@@ -343,6 +395,12 @@ Channel::Word RdmaTarget::word(const Channel& channel, const Signal& signal) con
           reach_.words_keys[channel.remote_rail(0)], signal.add};
 }
 
+// An operation fails when a part of it was posted: the caller gets its buffer back, and what was posted still uses it.
+void RdmaTarget::give_up(Channel& channel) {
+  channel.end(ErrorKind::DeadlineExceeded, "an operation was given up when a part of it was under way");
+  told(channel);
+}
+
 // Cuts `nbytes` into shares, one a lane. Calls `post(lane, at, end of the share, number)`, which posts as much from `at` on as
 // one work request can take, sets its number, and returns how much that was.
 template <class Post>
@@ -365,26 +423,37 @@ std::pair<Ticket, Ticket> RdmaTarget::in_parts(const char* operation, Channel& c
       }
     }
   } catch (...) {
-    // The caller gets its buffer back, and what was posted still uses it.
-    if (first != Ticket{}) {
-      channel.end(ErrorKind::DeadlineExceeded, "an operation was given up when a part of it was under way");
-      told(channel);
-    }
+    if (first != Ticket{}) give_up(channel);
     throw;
   }
   return {first, last};
 }
 
-// Strong signals: one queue pair keeps its order by itself, but a signal on the first says nothing of the others.
-void RdmaTarget::settle_other_lanes(const char* operation, Channel& channel, const Deadline& deadline) {
-  if (channel.lanes() == 1) return;
-  Ticket others = tracked(channel);
-  others[0] = 0;
-  if (channel.complete(others)) return;
-  for (std::size_t lane = 1; lane < channel.lanes(); ++lane) {
-    if (others[lane] != 0) others[lane] = std::max(others[lane], channel.marker(lane, deadline));
+// Returns when everything that was posted before, on the lanes from `first_lane` on, is in the peer's memory. An acknowledged
+// write may still be on its way there from the peer's device. A read behind it on the same queue pair comes back only when it
+// has arrived (PCI Express: the completion of a read does not pass the writes before it).
+void RdmaTarget::push(const char* operation, Channel& channel, std::size_t first_lane, const Deadline& deadline) {
+  const Ticket before = tracked(channel);
+  Ticket ticket{};
+  std::optional<Channel::Slot> slot;
+  std::array<std::uint64_t, kMostLanes> flushed{};
+  for (std::size_t lane = first_lane; lane < channel.lanes(); ++lane) {
+    const std::uint64_t tagged = std::uint64_t{channel.generation()} << kNumberBits | before[lane];
+    if (before[lane] == 0 || flushed_[lane].load() == tagged) continue;
+    if (barred_.load() != kFree) {  // its owner takes the keys away; it waits for what is under way
+      ticket[lane] = channel.marker(lane, deadline);
+      continue;
+    }
+    if (!slot) slot.emplace(channel, deadline);
+    ticket[lane] = channel.read(lane, slot->data(), sizeof(std::uint64_t), slot->lkey(lane), reach_.words_address,
+                                reach_.words_keys[channel.remote_rail(lane)], true, deadline);
+    flushed[lane] = tagged;
   }
-  await(operation, channel, Ticket{}, others, deadline);
+  if (ticket == Ticket{}) return;
+  await(operation, channel, Ticket{}, ticket, deadline);
+  for (std::size_t lane = 0; lane < channel.lanes(); ++lane) {
+    if (flushed[lane] != 0) flushed_[lane].store(flushed[lane]);
+  }
 }
 
 // ---- Operations -----------------------------------------------------------------------------------------------------
@@ -405,7 +474,7 @@ std::shared_ptr<Work> RdmaTarget::write(const void* source, std::uint64_t nbytes
   counted([&] {
     check("put", Access::Write, offset, nbytes);
     if (!how.deadline.is_never()) check_deadline("put", peer().name(), how.deadline);
-    UnderWay under_way(*this, "put");
+    UnderWay under_way(*this, "put", how.deadline);
     Channel& channel = begin(false, how.deadline);
     connection_->counters()->add_all(std::pair(Count::Puts, 1), std::pair(Count::BytesPut, nbytes),
                                      std::pair(Count::Copies, 1));
@@ -421,11 +490,12 @@ std::shared_ptr<Work> RdmaTarget::write_any(const void* source, std::uint64_t nb
                                             const std::optional<Signal>& signal, const How& how) {
   return counted(how, [&]() -> std::shared_ptr<Work> {
     check("put", Access::Write, offset, nbytes);
-    if (signal) check_signal("put", peer().name(), signal->index, reach_.signals);
+    if (signal) check_signal("put", peer().name(), signal->index, signals_);
     check_deadline("put", peer().name(), how.deadline);
-    UnderWay under_way(*this, "put");
+    UnderWay under_way(*this, "put", how.deadline);
     Channel& channel = begin(signal.has_value(), how.deadline);
-    if (signal) settle_other_lanes("put", channel, how.deadline);
+    // A queue pair does the signal's fetch-add after its writes; it says nothing of the other lanes'.
+    if (signal) push("put", channel, 1, how.deadline);
     Channel::Word then{};
     if (signal) then = word(channel, *signal);
     counters().add(Count::Puts);
@@ -477,8 +547,16 @@ std::shared_ptr<Work> RdmaTarget::write_any(const void* source, std::uint64_t nb
         });
     if (one_lane && first == last) --first[0];  // the number is that of the signal, with the bytes right before it
     if (how.async) return later("put", channel, first, last, how, local.hold());
+    if (signal && !one_lane) {
+      try {
+        push("put", channel, 1, how.deadline);
+        track(channel, 0, channel.signal(0, then, false, how.deadline));
+      } catch (...) {
+        give_up(channel);
+        throw;
+      }
+    }
     await("put", channel, first, last, how.deadline);
-    if (signal && !one_lane) track(channel, 0, channel.signal(0, then, false, how.deadline));
     return nullptr;
   });
 }
@@ -504,7 +582,7 @@ std::shared_ptr<Work> RdmaTarget::read(void* destination, std::uint64_t nbytes, 
   return counted(how, [&]() -> std::shared_ptr<Work> {
     check("get", Access::Read, offset, nbytes);
     check_deadline("get", peer().name(), how.deadline);
-    UnderWay under_way(*this, "get");
+    UnderWay under_way(*this, "get", how.deadline);
     Channel& channel = begin(false, how.deadline);
     counters().add(Count::Gets);
     counters().add(Count::BytesGot, nbytes);
@@ -538,14 +616,142 @@ std::shared_ptr<Work> RdmaTarget::read(void* destination, std::uint64_t nbytes, 
   });
 }
 
+// What a scatter or gather has under way.
+struct RdmaTarget::Posted {
+  Ticket first{}, last{};
+  Ticket from_source{};  // the last on each lane that reads or writes the caller's memory itself
+  std::vector<std::shared_ptr<Registration>> registrations;
+
+  void add(std::size_t lane, std::uint64_t number) {
+    if (first[lane] == 0) first[lane] = number;
+    last[lane] = number;
+  }
+};
+
+// Posts one piece: copied if it is a small write, else straight from or into the caller's memory.
+void RdmaTarget::post_piece(Channel& channel, const Piece& piece, bool reads, const How& how, Posted& posted) {
+  if (piece.nbytes == 0) return;
+  const std::uint64_t there = reach_.address + offset_ + piece.offset;
+  char* const here = static_cast<char*>(piece.data);
+  const auto copied = [&] {
+    for (std::uint64_t at = 0; at < piece.nbytes;) {
+      const auto part = static_cast<std::uint32_t>(
+          std::min({piece.nbytes - at, std::uint64_t{Channel::kStaged}, to_end_of_piece(piece.offset + at)}));
+      posted.add(0, channel.write_staged(0, here + at, part, there + at, key(channel, 0, piece.offset + at), nullptr,
+                                         false, how.deadline));
+      track(channel, 0, posted.last[0]);
+      at += part;
+    }
+    counters().add(Count::Copies);
+  };
+  if (!reads && piece.nbytes <= Channel::kStaged) return copied();
+  auto& known = posted.registrations;
+  if (known.empty() || !known.back()->contains(here, piece.nbytes)) {
+    How of = how;
+    of.memory = piece.memory;
+    of.allocation = piece.allocation;
+    try {
+      known.push_back(Local(connection_->hub(), here, piece.nbytes, of, reads).hold());
+    } catch (const Error& error) {
+      if (reads || error.error_number() != EFAULT) throw;  // see write_any
+      return copied();
+    }
+  }
+  const Registration& local = *known.back();
+  in_parts(
+      reads ? "get" : "put", channel, piece.nbytes, false, how.deadline,
+      [&](std::size_t lane, std::uint64_t at, std::uint64_t end, std::uint64_t& number) {
+        const std::uint64_t from = reinterpret_cast<std::uint64_t>(here) + at - local.address();
+        const std::uint64_t part =
+            std::min({end - at, to_end_of_piece(piece.offset + at), local.piece_nbytes() - from % local.piece_nbytes(),
+                      std::uint64_t{channel.longest_message()}});
+        const std::uint32_t lkey = local.lkey(channel.local_rail(lane), from);
+        const std::uint32_t rkey = key(channel, lane, piece.offset + at), length = static_cast<std::uint32_t>(part);
+        number = reads ? channel.read(lane, here + at, length, lkey, there + at, rkey, false, how.deadline)
+                       : channel.write(lane, here + at, length, lkey, there + at, rkey, nullptr, false, how.deadline);
+        posted.add(lane, number);
+        posted.from_source[lane] = number;
+        return part;
+      });
+}
+
+// Asks for a completion behind all that was posted, and waits for it or says how to.
+std::shared_ptr<Work> RdmaTarget::finish_many(const char* operation, Channel& channel, Posted& posted, const How& how) {
+  Ticket wanted = how.async ? posted.last : posted.from_source;
+  for (std::size_t lane = 0; lane < channel.lanes(); ++lane) {
+    if (wanted[lane] != 0) wanted[lane] = std::max(wanted[lane], channel.marker(lane, how.deadline));
+  }
+  if (how.async) {
+    auto registrations = std::make_shared<decltype(posted.registrations)>(std::move(posted.registrations));
+    return later(operation, channel, posted.first, wanted, how, std::move(registrations));
+  }
+  if (wanted != Ticket{}) await(operation, channel, posted.first, wanted, how.deadline);
+  return nullptr;
+}
+
+std::shared_ptr<Work> RdmaTarget::write_many(std::span<const Piece> pieces, const std::optional<Signal>& signal,
+                                             const How& how) {
+  return counted(how, [&]() -> std::shared_ptr<Work> {
+    std::uint64_t nbytes = 0;
+    for (const Piece& piece : pieces) {
+      check("put", Access::Write, piece.offset, piece.nbytes);
+      nbytes += piece.nbytes;
+    }
+    if (signal) check_signal("put", peer().name(), signal->index, signals_);
+    check_deadline("put", peer().name(), how.deadline);
+    UnderWay under_way(*this, "put", how.deadline);
+    Channel& channel = begin(signal.has_value(), how.deadline);
+    if (signal) push("put", channel, 1, how.deadline);
+    counters().add(Count::Puts, pieces.size());
+    counters().add(Count::BytesPut, nbytes);
+    Posted posted;
+    try {
+      for (const Piece& piece : pieces) post_piece(channel, piece, false, how, posted);
+      if (signal) {
+        push("put", channel, 1, how.deadline);
+        counters().add(Count::Signals);
+        posted.add(0, channel.signal(0, word(channel, *signal), false, how.deadline));
+        track(channel, 0, posted.last[0]);
+      }
+      return finish_many("put", channel, posted, how);
+    } catch (...) {
+      if (posted.last != Ticket{}) give_up(channel);
+      throw;
+    }
+  });
+}
+
+std::shared_ptr<Work> RdmaTarget::read_many(std::span<const Piece> pieces, const How& how) {
+  return counted(how, [&]() -> std::shared_ptr<Work> {
+    std::uint64_t nbytes = 0;
+    for (const Piece& piece : pieces) {
+      check("get", Access::Read, piece.offset, piece.nbytes);
+      nbytes += piece.nbytes;
+    }
+    check_deadline("get", peer().name(), how.deadline);
+    UnderWay under_way(*this, "get", how.deadline);
+    Channel& channel = begin(false, how.deadline);
+    counters().add(Count::Gets, pieces.size());
+    counters().add(Count::BytesGot, nbytes);
+    Posted posted;
+    try {
+      for (const Piece& piece : pieces) post_piece(channel, piece, true, how, posted);
+      return finish_many("get", channel, posted, how);
+    } catch (...) {
+      if (posted.last != Ticket{}) give_up(channel);
+      throw;
+    }
+  });
+}
+
 std::shared_ptr<Work> RdmaTarget::signal(const Signal& signal, const How& how) {
   return counted(how, [&]() -> std::shared_ptr<Work> {
     check_not_forked(made_in_, "this window");
-    check_signal("signal", peer().name(), signal.index, reach_.signals);
+    check_signal("signal", peer().name(), signal.index, signals_);
     check_deadline("signal", peer().name(), how.deadline);
-    UnderWay under_way(*this, "signal");
+    UnderWay under_way(*this, "signal", how.deadline);
     Channel& channel = begin(true, how.deadline);
-    settle_other_lanes("signal", channel, how.deadline);
+    push("signal", channel, 1, how.deadline);
     counters().add(Count::Signals);
     Ticket ticket{};
     ticket[0] = channel.signal(0, word(channel, signal), how.async, how.deadline);
@@ -554,88 +760,76 @@ std::shared_ptr<Work> RdmaTarget::signal(const Signal& signal, const How& how) {
   });
 }
 
-std::uint64_t RdmaTarget::atomic_address(const char* operation, std::uint64_t offset) const {
-  check(operation, Access::ReadWrite, offset, sizeof(std::uint64_t));
-  const std::uint64_t address = reach_.address + offset_ + offset;
-  if (address % sizeof(std::uint64_t) != 0) {
-    fail(ErrorKind::Bounds, operation, ": the word at offset ", offset, " is not aligned to 8 bytes in the memory of ",
-         peer().name());
-  }
-  return address;
+// One that devices do: an add to or a compare and swap of 8 bytes.
+std::uint64_t RdmaTarget::whole_word(Channel& channel, const Atomic& what, const Deadline& deadline) {
+  const Channel::Slot slot(channel, deadline);
+  const std::uint64_t address = reach_.address + offset_ + what.offset;
+  const std::uint32_t rkey = key(channel, 0, what.offset);
+  Ticket ticket{};
+  ticket[0] = what.kind == Atomic::Kind::FetchAdd
+                  ? channel.fetch_add(0, slot.index(), {address, rkey, what.operand}, deadline)
+                  : channel.compare_swap(0, slot.index(), address, rkey, what.expected, what.operand, deadline);
+  track(channel, 0, ticket[0]);
+  await(what.name(), channel, ticket, ticket, deadline);
+  std::uint64_t held;
+  std::memcpy(&held, slot.data(), sizeof held);
+  return held;
 }
 
-std::uint64_t RdmaTarget::fetch_add(std::uint64_t offset, std::uint64_t add, const Deadline& deadline) {
+// The others are made of compare and swap, on the aligned 8 bytes that the word lies in: another try whenever somebody else
+// was faster.
+std::uint64_t RdmaTarget::atomic(const Atomic& what, const Deadline& deadline) {
   return counted([&] {
-    const std::uint64_t address = atomic_address("fetch_add", offset);
-    check_deadline("fetch_add", peer().name(), deadline);
-    UnderWay under_way(*this, "fetch_add");
+    check(what.name(), Access::ReadWrite, what.offset, what.word_nbytes);
+    const std::uint64_t within = (reach_.address + offset_ + what.offset) % sizeof(std::uint64_t);
+    if (within % what.word_nbytes != 0) {
+      fail(ErrorKind::Bounds, what.name(), ": the word at offset ", what.offset, " is not aligned to ",
+           what.word_nbytes, " bytes in the memory of ", peer().name());
+    }
+    if (within > what.offset || what.offset - within + sizeof(std::uint64_t) > nbytes_) {
+      fail(ErrorKind::Bounds, what.name(), " of 4 bytes at offset ", what.offset,
+           ": over RDMA the aligned 8 bytes that ", "they lie in must be within the ", nbytes_, " bytes of ",
+           peer().name());
+    }
+    check_deadline(what.name(), peer().name(), deadline);
+    UnderWay under_way(*this, what.name(), deadline);
     Channel& channel = begin(false, deadline);
     counters().add(Count::Atomics);
-    const Channel::Slot slot(channel, deadline);
-    Ticket ticket{};
-    ticket[0] = channel.fetch_add(0, slot.index(), {address, key(channel, 0, offset), add}, deadline);
-    track(channel, 0, ticket[0]);
-    await("fetch_add", channel, ticket, ticket, deadline);
-    std::uint64_t held;
-    std::memcpy(&held, slot.data(), sizeof held);
-    return held;
+    if (what.word_nbytes == 8 && what.kind != Atomic::Kind::Swap) return whole_word(channel, what, deadline);
+
+    const unsigned shift = static_cast<unsigned>(8 * within);
+    const std::uint64_t mask = what.word_nbytes == 8 ? ~std::uint64_t{0} : std::uint64_t{0xFFFFFFFF} << shift;
+    Atomic attempt{Atomic::Kind::CompareSwap, what.offset - within, 0, 0};
+    std::uint64_t seen = whole_word(channel, attempt, deadline);  // changes nothing
+    for (;;) {
+      const std::uint64_t held = (seen & mask) >> shift, next = what.applied_to(held) << shift & mask;
+      if (next == (seen & mask)) return held;  // as it was at that moment
+      attempt.expected = seen;
+      attempt.operand = (seen & ~mask) | next;
+      const std::uint64_t found = whole_word(channel, attempt, deadline);
+      if (found == seen) return held;
+      seen = found;
+      check_deadline(what.name(), peer().name(), deadline);
+    }
   });
 }
 
-std::uint64_t RdmaTarget::compare_swap(std::uint64_t offset, std::uint64_t expected, std::uint64_t desired,
-                                       const Deadline& deadline) {
-  return counted([&] {
-    const std::uint64_t address = atomic_address("compare_swap", offset);
-    check_deadline("compare_swap", peer().name(), deadline);
-    UnderWay under_way(*this, "compare_swap");
-    Channel& channel = begin(false, deadline);
-    counters().add(Count::Atomics);
-    const Channel::Slot slot(channel, deadline);
-    Ticket ticket{};
-    ticket[0] = channel.compare_swap(0, slot.index(), address, key(channel, 0, offset), expected, desired, deadline);
-    track(channel, 0, ticket[0]);
-    await("compare_swap", channel, ticket, ticket, deadline);
-    std::uint64_t held;
-    std::memcpy(&held, slot.data(), sizeof held);
-    return held;
-  });
-}
-
-// An acknowledged write may still be on its way from the peer's device to its memory. A read behind it on the same queue pair
-// comes back only when it has arrived (PCI Express: a read pushes the writes before it).
 void RdmaTarget::flush(const Deadline& deadline) {
   check_not_forked(made_in_, "this window");
   unflushed_.store(false, std::memory_order_relaxed);  // first: what is issued from here on is for the next flush
   if (const auto error = take_untold()) throw *error;
-  UnderWay under_way(*this, "flush", true);
+  UnderWay under_way(*this, "flush", deadline, true);
   Channel* const channel = used_.load(std::memory_order_acquire);
-  if (channel != nullptr && !channel->ended()) {
-    const Ticket before = tracked(*channel);
-    Ticket ticket{};
-    std::optional<Channel::Slot> slot;
-    bool any = false;
-    std::array<std::uint64_t, kMostLanes> flushed{};
-    for (std::size_t lane = 0; lane < channel->lanes(); ++lane) {
-      const std::uint64_t tagged = std::uint64_t{channel->generation()} << kNumberBits | before[lane];
-      if (before[lane] == 0 || flushed_[lane].load() == tagged) continue;
-      if (revoked_.load()) {  // its owner takes the keys away; it waits for what is under way
-        ticket[lane] = channel->marker(lane, deadline);
-        any = true;
-        continue;
-      }
-      if (!slot) slot.emplace(*channel, deadline);
-      ticket[lane] = channel->read(lane, slot->data(), sizeof(std::uint64_t), slot->lkey(lane), reach_.words_address,
-                                   reach_.words_keys[channel->remote_rail(lane)], true, deadline);
-      flushed[lane] = tagged;
-      any = true;
-    }
-    if (any) await("flush", *channel, Ticket{}, ticket, deadline);
-    for (std::size_t lane = 0; lane < channel->lanes(); ++lane) {
-      if (flushed[lane] != 0) flushed_[lane].store(flushed[lane]);
-    }
-  }
+  if (channel != nullptr && !channel->ended()) push("flush", *channel, 0, deadline);
   if (const auto error = take_untold()) throw *error;
   counters().add(Count::Flushes);
+}
+
+void RdmaTarget::fence() {
+  check_not_forked(made_in_, "this window");
+  if (closed_.load()) fail(ErrorKind::StaleHandle, "fence: this window is closed");
+  if (peer().lost()) peer().fail_lost("fence");
+  fences_.fetch_add(1);
 }
 
 // ---- The end --------------------------------------------------------------------------------------------------------
@@ -691,11 +885,10 @@ void RdmaTarget::close(const Deadline& deadline) {
 
 Description RdmaTarget::describe() const {
   Description rows = connection_->describe();
-  rows.emplace_back("path", text("RDMA over ", reach_.words_keys.size(),
-                                 reach_.words_keys.size() == 1 ? " rail" : " rails", ": the devices move the bytes"));
+  rows.emplace_back("path", "RDMA: the devices move the bytes");
   rows.emplace_back("nbytes", std::to_string(nbytes_));
   rows.emplace_back("access", name_of(access_));
-  if (revoked_.load()) rows.emplace_back("memory", "closed by its owner");
+  if (revoked()) rows.emplace_back("memory", "closed by its owner");
   return rows;
 }
 

@@ -12,32 +12,37 @@ namespace onesided::verbs {
 class RdmaTarget final : public Target {
  public:
   // [offset, offset + nbytes) of the memory that `reach` tells of.
-  RdmaTarget(std::shared_ptr<RdmaConnection> connection, std::uint64_t memory_id, Reach reach, std::uint64_t offset,
+  RdmaTarget(std::shared_ptr<RdmaConnection> connection, const RemoteMemory& remote, Reach reach, std::uint64_t offset,
              std::uint64_t nbytes, Access access);
   ~RdmaTarget() override;
 
   std::shared_ptr<Work> write(const void* source, std::uint64_t nbytes, std::uint64_t offset,
                               const std::optional<Signal>& signal, const How& how) override;
   std::shared_ptr<Work> read(void* destination, std::uint64_t nbytes, std::uint64_t offset, const How& how) override;
+  std::shared_ptr<Work> write_many(std::span<const Piece> pieces, const std::optional<Signal>& signal,
+                                   const How& how) override;
+  std::shared_ptr<Work> read_many(std::span<const Piece> pieces, const How& how) override;
   std::shared_ptr<Work> signal(const Signal& signal, const How& how) override;
-  std::uint64_t fetch_add(std::uint64_t offset, std::uint64_t add, const Deadline& deadline) override;
-  std::uint64_t compare_swap(std::uint64_t offset, std::uint64_t expected, std::uint64_t desired,
-                             const Deadline& deadline) override;
+  std::uint64_t atomic(const Atomic& what, const Deadline& deadline) override;
   void flush(const Deadline& deadline) override;
+  void fence() override;
   void close(const Deadline& deadline) override;
 
   bool busy() const override { return unflushed_.load(std::memory_order_relaxed); }
   bool wants_allocation(std::uint64_t nbytes, bool lands) const override { return lands || nbytes > Channel::kStaged; }
   bool unflushed() const override { return unflushed_.load(std::memory_order_relaxed); }
   std::uint64_t nbytes() const override { return nbytes_; }
-  std::uint32_t signals() const override { return reach_.signals; }
+  std::uint32_t signals() const override { return signals_; }
   const PeerState& peer() const override { return connection_->peer(); }
   Counters& counters() const override { return *connection_->counters(); }
   Description describe() const override;
 
-  // From the hub's thread: its owner closes the memory. quiet() is true when nothing is under way any more.
-  void revoke() { revoked_.store(true, std::memory_order_seq_cst); }
-  bool ended() const { return revoked_.load() || closed_.load(); }
+  // From the hub's thread: its owner closes the memory, or changes its keys. quiet() is true when nothing is under way any more.
+  void bar(bool renews) {
+    if (!revoked()) barred_.store(renews ? ++renewals_ : kRevoked, std::memory_order_seq_cst);
+  }
+  bool revoked() const { return barred_.load(std::memory_order_seq_cst) == kRevoked; }
+  bool ended() const { return revoked() || closed_.load(); }
   bool quiet();
   std::uint64_t memory_id() const { return memory_id_; }
 
@@ -50,20 +55,23 @@ class RdmaTarget final : public Target {
   class UnderWay;
   class Local;
 
+  void renew(const char* operation, const Deadline& deadline);
   void check(const char* operation, Access wanted, std::uint64_t offset, std::uint64_t nbytes) const;
   void refuse(const char* operation, Access wanted, std::uint64_t offset, std::uint64_t nbytes) const;
   std::shared_ptr<Work> write_any(const void* source, std::uint64_t nbytes, std::uint64_t offset,
                                   const std::optional<Signal>& signal, const How& how);
   Channel& begin(bool signals, const Deadline& deadline);
+  void adapt(Channel& channel, bool signals, const Deadline& deadline);
   void change_channel(Channel& channel, bool signals);
   void track(const Channel& channel, std::size_t lane, std::uint64_t number);
   Ticket tracked(const Channel& channel) const;
   void await(const char* operation, Channel& channel, const Ticket& first, const Ticket& last,
              const Deadline& deadline);
-  void settle_other_lanes(const char* operation, Channel& channel, const Deadline& deadline);
+  void push(const char* operation, Channel& channel, std::size_t first_lane, const Deadline& deadline);
   std::uint32_t key(const Channel& channel, std::size_t lane, std::uint64_t offset) const;
   std::uint64_t to_end_of_piece(std::uint64_t offset) const;
   Channel::Word word(const Channel& channel, const Signal& signal) const;
+  void give_up(Channel& channel);
   template <class Post>
   std::pair<Ticket, Ticket> in_parts(const char* operation, Channel& channel, std::uint64_t nbytes, bool one_lane,
                                      const Deadline& deadline, const Post& post);
@@ -71,12 +79,15 @@ class RdmaTarget final : public Target {
                       const Channel::Word* then, const How& how);
   std::shared_ptr<Work> later(const char* operation, Channel& channel, const Ticket& first, const Ticket& last,
                               const How& how, std::shared_ptr<void> registration);
+  struct Posted;
+  void post_piece(Channel& channel, const Piece& piece, bool reads, const How& how, Posted& posted);
+  std::shared_ptr<Work> finish_many(const char* operation, Channel& channel, Posted& posted, const How& how);
   template <class Operation>
   auto counted(Operation&& operation);
   template <class Operation>
   std::shared_ptr<Work> counted(const How& how, Operation&& operation);
   std::shared_ptr<Work> fail_later(const Error& error);
-  std::uint64_t atomic_address(const char* operation, std::uint64_t offset) const;
+  std::uint64_t whole_word(Channel& channel, const Atomic& what, const Deadline& deadline);
   std::optional<Error> take_untold();
   Error seen_from_here(const Error& error) const;
   bool settle(const Deadline& deadline);
@@ -84,14 +95,20 @@ class RdmaTarget final : public Target {
   const std::shared_ptr<RdmaConnection> connection_;
   const std::uint32_t made_in_;
   const std::uint64_t memory_id_;
-  const Reach reach_;
+  const Token key_;
+  Reach reach_;  // changed by renew() only, when nothing is under way
+  const std::uint32_t signals_;
   const std::uint64_t offset_;
   const std::uint64_t nbytes_;
   const Access access_;
   const bool one_piece_;  // one key a rail is for all of the memory
 
   std::atomic<unsigned> under_way_{0};
-  std::atomic<bool> revoked_{false};
+  // Whether operations may begin; from 2 on, the number of the change of keys that has to be seen to first.
+  static constexpr std::uint64_t kFree = 0, kRevoked = 1;
+  std::atomic<std::uint64_t> barred_{kFree};
+  std::uint64_t renewals_ = kRevoked;  // the hub's thread only
+  std::mutex renew_mutex_;
   std::atomic<bool> closed_{false};
   std::atomic<bool> unflushed_{false};
   // The last work request of this target's on each lane, with its generation in the upper bits: see track().
@@ -101,6 +118,8 @@ class RdmaTarget final : public Target {
   // next flush, or by the next signal, which is then not sent.
   std::atomic<Channel*> used_{nullptr};
   std::atomic<std::uint32_t> told_{0};
+  // fence() counts up; the next operation sees to it, and then says so.
+  std::atomic<std::uint32_t> fences_{0}, fenced_{0};
   std::mutex change_mutex_;
   std::optional<Error> untold_;
   static constexpr std::size_t kMostFailed = 4096;

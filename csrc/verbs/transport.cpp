@@ -96,14 +96,14 @@ std::shared_ptr<Target> RdmaTransport::loop_back(const std::shared_ptr<Memory>& 
   std::lock_guard lock(loop_mutex_);
   // Through the device as for everybody else: the CPU's own atomics would not be atomic against the device's.
   if (loop_ == nullptr || loop_->peer().lost()) {
-    loop_ = RdmaConnection::open(hub_, hub_->bind(false), name, Deadline::after(30));
+    loop_ = RdmaConnection::open(hub_, hub_->bind(false, Hub::kOwner), name, Deadline::after(30));
   }
   return loop_->attach(own->remote(), Deadline::after(30));
 }
 
-Endpoint RdmaTransport::bind(bool shared) {
+Endpoint RdmaTransport::bind(bool shared, const std::string& peer) {
   hub_->check_usable("this transport");
-  return hub_->bind(shared);
+  return hub_->bind(shared, peer);
 }
 
 std::shared_ptr<Connection> RdmaTransport::connect(const Endpoint& peer, const std::string& name,

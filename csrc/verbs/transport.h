@@ -29,7 +29,7 @@ class RdmaTransport final : public Transport {
   std::shared_ptr<Memory> register_memory(void* data, std::uint64_t nbytes, Access access, std::uint32_t signals,
                                           std::uint32_t slots, Keepalive keep) override;
   std::shared_ptr<Target> loop_back(const std::shared_ptr<Memory>& memory, const std::string& name) override;
-  Endpoint bind(bool shared) override;
+  Endpoint bind(bool shared, const std::string& peer = {}) override;
   std::shared_ptr<Connection> connect(const Endpoint& peer, const std::string& name, const Deadline& deadline) override;
   void close(const Deadline& deadline) override;
   bool closed() const override { return hub_->stopped(); }

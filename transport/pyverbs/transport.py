@@ -247,6 +247,7 @@ class Connection(Conversation):
         self.lost: errors.OnesidedError | None = None
         self.reaches: dict[tuple[int, bytes], Any] = {}  # what is attached
         self.revoked: set[int] = set()
+        self.unanswered = False  # a revocation of the memory in use, to be confirmed when the operation is over
         self.generation = 0
         self.pair: QueuePair | None = None
         self.taken_away = False  # the peer has said that it has no queue pairs for this connection any more
@@ -313,10 +314,15 @@ class Connection(Conversation):
         return reply
 
     def hear(self, message: Any, request_id: int) -> None:
-        """Takes answers and revocations; a revocation is confirmed when no operation uses the memory."""
-        if isinstance(message, wire.Revoke):
-            self.revoked.add(message.memory_id)
-            if self.using != message.memory_id:
+        """Takes answers and revocations, which are confirmed when no operation uses the memory. Renew: its keys change."""
+        if isinstance(message, wire.Revoke | wire.Renew):
+            if isinstance(message, wire.Revoke):
+                self.revoked.add(message.memory_id)
+            for known in [known for known in self.reaches if known[0] == message.memory_id]:
+                del self.reaches[known]
+            if self.using == message.memory_id:
+                self.unanswered = True
+            else:
                 self.send(wire.Revoked(message.memory_id))
         elif isinstance(message, wire.Ended):
             self.taken_away = True
@@ -397,7 +403,8 @@ class Connection(Conversation):
         finally:
             with changed:
                 self.using = None
-                if there.memory_id in self.revoked:  # since it began
+                if self.unanswered:
+                    self.unanswered = False
                     self.send(wire.Revoked(there.memory_id))
                 changed.notify_all()
 
@@ -529,7 +536,7 @@ class PyverbsTransport:
         return Memory(self, as_bytes(buffer, written="w" in access), access, signals)
 
     def bind(self, *, shared: bool = False) -> bytes:
-        """An endpoint for one connection, or for any number if `shared`."""
+        """An endpoint for one connection, or for any number if `shared`. It knows no permissions of single peers."""
         self.check_open()
         address = "{}:{}".format(*self.listener.getsockname())
         number, secret, pid = next(self.numbers), secrets.token_bytes(16), os.getpid()

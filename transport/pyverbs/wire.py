@@ -111,8 +111,10 @@ Revoked = record("Revoked", "memory_id:Q")
 Failed = record("Failed", "error:B text:text")
 # The target has taken its queue pairs away, as a holder of this memory did not answer in time.
 Ended = record("Ended", "memory_id:Q")
+# The owner changes the keys of a memory: as Revoke, but it may be attached again.
+Renew = record("Renew", "memory_id:Q")
 
-MESSAGES = [Hello, Welcome, Open, Opened, Attach, Attached, Detach, Revoke, Revoked, Failed, Ended]
+MESSAGES = [Hello, Welcome, Open, Opened, Attach, Attached, Detach, Revoke, Revoked, Failed, Ended, Renew]
 # What stands before each: which it is, counted from 1, and the number of the question that it is or answers.
 Header = record("Header", "message:B request_id:Q", lambda it: 1 <= it.message <= len(MESSAGES))
 ERRORS = [

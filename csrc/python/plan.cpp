@@ -1,0 +1,70 @@
+// Scatter and gather: many pieces in one call, described once or for this call only.
+#include "python/plan.h"
+
+namespace onesided::python {
+namespace {
+
+constexpr Purpose kPiecePurpose{"a piece", "describe it row by row, or with Plan.strided",
+                                "pass x.resolve_conj().resolve_neg()"};
+
+}  // namespace
+
+PyPlan::PyPlan(nb::handle pieces) {
+  // Tuples, so that nobody changes them, or lets go of what they hold, while they are in use.
+  hold = to_tuple(pieces, "pieces must be a Plan or (buffer, offset_bytes) pairs");
+  PyObject* const held = hold.ptr();
+  const auto count = static_cast<std::size_t>(PyTuple_GET_SIZE(held));
+  std::vector<Piece> found;
+  found.reserve(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    PyObject* const pair = PyTuple_GET_ITEM(held, static_cast<Py_ssize_t>(i));
+    if (!PyTuple_CheckExact(pair) || PyTuple_GET_SIZE(pair) != 2) {
+      throw nb::type_error(text("piece ", i, " must be a tuple (buffer, offset_bytes), not ", type_of(pair)).c_str());
+    }
+    try {
+      Buffer buffer(PyTuple_GET_ITEM(pair, 0), kPiecePurpose, false);
+      found.push_back({buffer.data(), buffer.nbytes(), to_u64(PyTuple_GET_ITEM(pair, 1), "offset_bytes")});
+      if (buffer.read_only() && !first_read_only) first_read_only = i;
+      nbytes += buffer.nbytes();
+      largest = std::max(largest, buffer.nbytes());
+      if (buffer.has_view()) views.push_back(buffer.keep());
+    } catch (const Error& error) {
+      throw Error(error.kind(), text("piece ", i, ": ", error.what()), error.error_number());
+    } catch (const nb::builtin_exception& error) {
+      throw nb::type_error(text("piece ", i, ": ", error.what()).c_str());
+    }
+  }
+  this->pieces = std::make_shared<const std::vector<Piece>>(std::move(found));
+}
+
+void PyPlan::identify() {
+  if (identified) return;
+  std::vector<Piece> better = *pieces;
+  for (std::size_t i = 0; i < better.size(); ++i) {
+    How how;
+    python::identify(PyTuple_GET_ITEM(PyTuple_GET_ITEM(hold.ptr(), static_cast<Py_ssize_t>(i)), 0), how);
+    better[i].memory = how.memory;
+    better[i].allocation = std::move(how.allocation);
+  }
+  pieces = std::make_shared<const std::vector<Piece>>(std::move(better));
+  identified = true;
+}
+
+void register_plan(nb::module_& m) {
+  nb::class_<PyPlan>(m, "Plan",
+                     R"(Pieces of memory here, each with its place in a window: what put_many() and get_many() move.
+
+Made once and used again and again, as long as the buffers stay where they are: a tensor in it must not be resized. It keeps them
+alive. Pieces are unordered; where they overlap at their goal, either may win.)")
+      .def(
+          "__init__", [](PyPlan* self, nb::handle pieces) { new (self) PyPlan(pieces); }, nb::arg("pieces"),
+          nb::sig("def __init__(self, pieces: collections.abc.Iterable[tuple[object, int]]) -> None"),
+          R"(`pieces`: pairs of a contiguous tensor, array or buffer and an offset in bytes.
+
+Raises LayoutError, BoundsError and TypeError that name the piece.)")
+      .def(
+          "__len__", [](const PyPlan& self) { return self.pieces->size(); }, nb::sig("def __len__(self) -> int"))
+      .def_prop_ro("nbytes", [](const PyPlan& self) { return self.nbytes; }, "Of all pieces together.");
+}
+
+}  // namespace onesided::python

@@ -1,0 +1,53 @@
+// The Python object `Plan`, and put_many and get_many as the bindings of windows and of connections share them.
+#pragma once
+
+#include <vector>
+
+#include "python/operations.h"
+
+namespace onesided::python {
+
+struct PyPlan {
+  // Not changed once it is here: operations in other threads read it without the GIL.
+  std::shared_ptr<const std::vector<Piece>> pieces;
+  nb::tuple hold;  // of (buffer, offset_bytes)
+  std::vector<Keepalive> views;
+  std::uint64_t nbytes = 0, largest = 0;
+  std::optional<std::size_t> first_read_only;
+  bool identified = false;
+
+  explicit PyPlan(nb::handle pieces);
+  PyPlan(PyPlan&&) = default;
+
+  // Finds out what the pieces are parts of. Runs Python.
+  void identify();
+};
+
+// A Plan, or one for this call only.
+struct Pieces {
+  nb::object object;
+  PyPlan& plan;
+
+  explicit Pieces(nb::handle pieces)
+      : object(nb::isinstance<PyPlan>(pieces) ? nb::borrow(pieces) : nb::cast(PyPlan(pieces))),
+        plan(*nb::inst_ptr<PyPlan>(object)) {}
+
+  // `move` is Target::write_many or read_many.
+  template <class Owner, class Move>
+  nb::object run_on(const std::shared_ptr<Owner>& owner, Target& target, bool reads, bool async_op,
+                    const Deadline& deadline, Move&& move) {
+    if (reads && plan.first_read_only) {
+      fail(ErrorKind::Layout, "piece ", *plan.first_read_only, " is read-only and would be written");
+    }
+    const std::shared_ptr<Owner> alive = owner;  // what follows runs Python, which may close it
+    if (target.wants_allocation(plan.largest, reads)) plan.identify();
+    How how;
+    how.async = async_op;
+    how.deadline = deadline;
+    if (async_op) how.keep = keep_object(object);
+    const auto pieces = plan.pieces;
+    return run(true, alive, [&] { return move(std::span<const Piece>(*pieces), how); });
+  }
+};
+
+}  // namespace onesided::python
