@@ -340,8 +340,8 @@ class Plan:
     """
     Pieces of memory here, each with its place in a window: what put_many() and get_many() move.
 
-    Made once and used again and again, as long as the buffers stay where they are: a tensor in it must not be resized. It keeps them
-    alive. Pieces are unordered; where they overlap at their goal, either may win.
+    Made once and used again and again. It keeps its buffers alive and where they are: tensors in it cannot be resized any more, nor
+    arrays as long as it lives. Pieces are unordered; where they overlap at their goal, either may win.
     """
 
     def __init__(self, pieces: Iterable[tuple[object, int]]) -> None:

@@ -14,8 +14,7 @@ class Plan(_core.Plan):
     """Pieces of memory here, each with its place in a window: what `put_many` and `get_many` move in one call.
 
     `Plan([(tensor, offset_bytes), ...])` for any pieces, `Plan.strided` for a block of rows. The same plan serves puts
-    and gets, any window and any peer. It keeps its tensors alive, and stays good as long as their memory stays where it
-    is: do not resize them.
+    and gets, any window and any peer. It keeps its tensors alive and where they are: they can no more be resized.
     """
 
     @classmethod

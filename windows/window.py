@@ -436,8 +436,8 @@ class Window(_core.Window):
     def revoke(self, peer: int | str, timeout_s: float | None = 5.0) -> None:
         """Ends the access of one peer to this rank's memory and signals, for good; not collective.
 
-        `peer`: a rank, or the name given to permit(). When it returns, none of that peer's operations is under way here,
-        and none succeeds any more: they fail with StaleHandle there. The others are not disturbed.
+        `peer`: a rank, or the name given to permit(). When it returns, none of that peer's operations is under way, and
+        none succeeds any more: they fail with StaleHandle there. The others are not disturbed.
 
         Raises DeadlineExceeded if the peer was stopped in the middle of an operation on shm: call it again;
         RegistrationError if over RDMA the memory cannot be registered twice for a moment, then nothing has changed.

@@ -9,7 +9,7 @@ constexpr Purpose kPiecePurpose{"a piece", "describe it row by row, or with Plan
 
 }  // namespace
 
-PyPlan::PyPlan(nb::handle pieces) {
+PyPlan::PyPlan(nb::handle pieces, bool lasts) {
   // Tuples, so that nobody changes them, or lets go of what they hold, while they are in use.
   hold = to_tuple(pieces, "pieces must be a Plan or (buffer, offset_bytes) pairs");
   PyObject* const held = hold.ptr();
@@ -22,6 +22,7 @@ PyPlan::PyPlan(nb::handle pieces) {
       throw nb::type_error(text("piece ", i, " must be a tuple (buffer, offset_bytes), not ", type_of(pair)).c_str());
     }
     try {
+      if (lasts) keep_in_place(PyTuple_GET_ITEM(pair, 0));
       Buffer buffer(PyTuple_GET_ITEM(pair, 0), kPiecePurpose, false);
       found.push_back({buffer.data(), buffer.nbytes(), to_u64(PyTuple_GET_ITEM(pair, 1), "offset_bytes")});
       if (buffer.read_only() && !first_read_only) first_read_only = i;
@@ -54,10 +55,10 @@ void register_plan(nb::module_& m) {
   nb::class_<PyPlan>(m, "Plan",
                      R"(Pieces of memory here, each with its place in a window: what put_many() and get_many() move.
 
-Made once and used again and again, as long as the buffers stay where they are: a tensor in it must not be resized. It keeps them
-alive. Pieces are unordered; where they overlap at their goal, either may win.)")
+Made once and used again and again. It keeps its buffers alive and where they are: tensors in it cannot be resized any more, nor
+arrays as long as it lives. Pieces are unordered; where they overlap at their goal, either may win.)")
       .def(
-          "__init__", [](PyPlan* self, nb::handle pieces) { new (self) PyPlan(pieces); }, nb::arg("pieces"),
+          "__init__", [](PyPlan* self, nb::handle pieces) { new (self) PyPlan(pieces, true); }, nb::arg("pieces"),
           nb::sig("def __init__(self, pieces: collections.abc.Iterable[tuple[object, int]]) -> None"),
           R"(`pieces`: pairs of a contiguous tensor, array or buffer and an offset in bytes.
 

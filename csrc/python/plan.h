@@ -16,7 +16,8 @@ struct PyPlan {
   std::optional<std::size_t> first_read_only;
   bool identified = false;
 
-  explicit PyPlan(nb::handle pieces);
+  // `lasts`: it will be used more than once, so that its memory must stay where it is.
+  PyPlan(nb::handle pieces, bool lasts);
   PyPlan(PyPlan&&) = default;
 
   // Finds out what the pieces are parts of. Runs Python.
@@ -29,7 +30,7 @@ struct Pieces {
   PyPlan& plan;
 
   explicit Pieces(nb::handle pieces)
-      : object(nb::isinstance<PyPlan>(pieces) ? nb::borrow(pieces) : nb::cast(PyPlan(pieces))),
+      : object(nb::isinstance<PyPlan>(pieces) ? nb::borrow(pieces) : nb::cast(PyPlan(pieces, false))),
         plan(*nb::inst_ptr<PyPlan>(object)) {}
 
   // `move` is Target::write_many or read_many.

@@ -202,3 +202,22 @@ def kept(group: Group, kind: Kind) -> None:
 
 def test_sources_are_kept_alive(ranks: Ranks, kind: Kind) -> None:
     ranks.run(kept, 2, kind)
+
+
+def test_what_a_plan_has_cannot_be_resized() -> None:
+    """Its memory would be somebody else's."""
+    import torch
+
+    tensor, array = torch.zeros(1000), np.zeros(1000)
+    plan = Plan([(tensor, 0), (array, 4000)])
+    with pytest.raises(RuntimeError, match="resiz"):
+        tensor.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="resize"):
+        array.resize(10)
+    with Group.local(1)[0] as group, Window.allocate(group, 12_000, transport="shm") as window:
+        window.put_many([(torch.ones(10), 0)], 0)  # for one call only
+        other = torch.ones(1000)
+        window.put_many([(other, 0)], 0)
+        other.untyped_storage().resize_(0)
+        window.put_many(plan, 0)
+        assert not window.array.any()
