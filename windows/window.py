@@ -227,8 +227,8 @@ class Window(_core.Window):
         no signals here. `ticket`: what the owner's permit() has returned, for a window that is not public.
 
         Raises DeadlineExceeded if the name does not appear, ConnectionLost if its owner has died and no other came,
-        StaleHandle if it was closed, HandleError if the entry is no window, RemoteAccessError if it is not public or the
-        access was revoked; all of them name the window.
+        StaleHandle if it was closed, HandleError if the entry is no window, RemoteAccessError if it is not public or
+        the access was revoked; all of them name the window.
         """
         check_directory(directory, name)
         countdown = Countdown(timeout_s)
@@ -422,8 +422,8 @@ class Window(_core.Window):
     def permit(self, peer: str, access: str = "rw") -> str:
         """Lets one more attach to an exposed window, with rights of its own; returns its ticket, which is a secret.
 
-        `peer` is any name, by which revoke() knows it; `access` is "r", "w" or "rw", at most what the window was exposed
-        for. The peer passes the ticket to attach(), as often as it likes. Give it over a way that others cannot read.
+        `peer` is any name, by which revoke() knows it; `access` is "r", "w" or "rw", at most what the window permits.
+        The peer passes the ticket to attach(), as often as it likes. Give it over a way that others cannot read.
         Raises Unsupported on windows of a group, whose ranks know each other, and on attached ones.
         """
         if self._registered is None or self._bind is None or self.closed:

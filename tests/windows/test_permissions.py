@@ -227,7 +227,7 @@ def test_public_and_private_side_by_side(kind: Kind) -> None:
             assert bytes(window.array[:8]) == b"12345678"
 
 
-# ---- A peer that is stopped, and one that dies -------------------------------------------------------------------------
+# ---- A peer that is stopped, and one that dies -----------------------------------------------------------------------
 
 
 def holder(address: str, ticket: str) -> None:

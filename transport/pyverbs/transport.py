@@ -314,7 +314,7 @@ class Connection(Conversation):
         return reply
 
     def hear(self, message: Any, request_id: int) -> None:
-        """Takes answers and revocations, which are confirmed when no operation uses the memory. Renew: its keys change."""
+        """Takes answers and revocations, confirmed when no operation uses the memory. Renew: only its keys change."""
         if isinstance(message, wire.Revoke | wire.Renew):
             if isinstance(message, wire.Revoke):
                 self.revoked.add(message.memory_id)
