@@ -62,6 +62,7 @@ MESSAGES = [
     (wire.Revoked(2**64 - 1), 27),
     (wire.Failed(8, "attach: this memory was closed"), 51),
     (wire.Ended(7), 27),
+    (wire.Renew(7), 27),
 ]
 BODIES = [wire.to_frame(message, 5)[4:] for message, _ in MESSAGES]
 
@@ -367,6 +368,19 @@ def test_endpoints(pair: Pair) -> None:
     with pytest.raises(HandleError):
         pair.a.connect(wrong._replace(address="nowhere").to_bytes(), timeout_s=20)
     pair.to_b.write(b"x", pair.there)
+
+
+def test_changed_keys_are_asked_for(pair: Pair) -> None:
+    """The owner takes the access of somebody else: this origin gets new keys, and notices nothing."""
+    if not hasattr(pair.memory, "revoke"):
+        pytest.skip("the Python one revokes nobody's access alone")
+    for turn in range(1, 6):
+        pair.to_b.write(pattern(5000, seed=turn), pair.there, signal=0)
+        pair.memory.revoke("a stranger", 20)
+        assert pair.memory.signal_value(0) == turn
+        back = bytearray(5000)
+        pair.to_b.read(back, pair.there)
+        same(back, pattern(5000, seed=turn))
 
 
 def test_revocation_is_answered_at_once(pair: Pair) -> None:
