@@ -368,7 +368,7 @@ class Window:
 
         `source` is any contiguous tensor, array or buffer; it need not be shared or registered. Zero bytes are legal. With
         `signal`, adds `add` to that signal of `peer` when this and every earlier put from here to `peer` on this window is visible
-        there. Puts to one peer are otherwise unordered until flush().
+        there. Operations on one peer are otherwise unordered: flush() and fence() put those that follow behind those before.
 
         Without `async_op` the source is free when this returns. On shm the bytes are then there, too; on rdma a put of up to 4 KiB
         may still be on its way: flush() or a signal makes it visible. With `async_op`, the source must not be changed until the

@@ -51,8 +51,8 @@ class Window(_core.Window):
     Memory model (ARCHITECTURE.md has all of it): operations on one peer are unordered with each other. Signals are
     strong: when a waiter sees the count, every earlier put, signal and atomic from that origin to that rank on this
     window is visible, of any size, zero included. `flush(peer)` returns when all earlier ones are visible to everybody;
-    `fence(peer)` puts later ones behind earlier ones without waiting, which a signal does not. Atomics are atomic against
-    each other. Nothing is promised about the order in which the bytes of one put arrive.
+    `fence(peer)` puts later ones behind earlier ones without waiting, which a signal does not. Atomics are atomic
+    against each other. Nothing is promised about the order in which the bytes of one put arrive.
 
     On the ranks of a group, `peer` is a rank. On an attached window it is 0, the owner.
     """
