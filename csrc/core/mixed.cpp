@@ -57,6 +57,7 @@ void MixedTarget::flush(const Deadline& deadline) {
 }
 
 void MixedTarget::fence() {
+  mapped_->fence();  // refuses what is closed or lost
   fences_.fetch_add(1);
 }
 

@@ -4,6 +4,7 @@
 #include <map>
 #include <string>
 
+#include "core/error.h"
 #include "core/handle.h"
 
 namespace onesided {
@@ -11,7 +12,15 @@ namespace onesided {
 // Not locked: the owner's hub does that.
 class Permissions {
  public:
-  explicit Permissions(Access everybody) : everybody_(everybody) {}
+  // `most`: what the memory is for, which is everybody's permission at first.
+  explicit Permissions(Access most) : most_(most), everybody_(most) {}
+
+  // RemoteAccessError if the memory is not for that.
+  void check(Access access) const {
+    if (permits(most_, access)) return;
+    fail(ErrorKind::RemoteAccess, "permit: this memory permits '", name_of(most_), "' only, not '", name_of(access),
+         "'");
+  }
 
   // Of everybody who has no permission of its own, if `peer` is empty.
   void set(const std::string& peer, Access access) {
@@ -27,6 +36,7 @@ class Permissions {
   }
 
  private:
+  const Access most_;
   Access everybody_;
   std::map<std::string, Access> named_;
 };

@@ -58,6 +58,19 @@ void check_signal(const char* operation, const std::string& owner, std::uint32_t
   }
 }
 
+void fail_late(const char* operation, const std::string& peer) {
+  const bool gets = std::string_view(operation) == "get";
+  fail(ErrorKind::DeadlineExceeded, operation, " to ", peer, ": the deadline passed; ",
+       gets ? "its destination is not written again" : "its source is not read again");
+}
+
+void check_aligned(const char* operation, const std::string& owner, std::uint64_t address, std::uint64_t offset,
+                   unsigned word_nbytes) {
+  if (address % word_nbytes == 0) return;
+  fail(ErrorKind::Bounds, operation, ": the word at offset ", offset, " is not aligned to ", word_nbytes,
+       " bytes in the memory of ", owner);
+}
+
 Reached wait_signals(const Memory& memory, Counters& counters, std::span<const Wanted> wanted, const Deadline& deadline,
                      std::chrono::nanoseconds spin, const std::string& from, const std::function<void()>& watch) {
   memory.check_usable("this memory");

@@ -259,6 +259,13 @@ inline std::uint64_t wait_signal(const Memory& memory, Counters& counters, std::
 }
 void check_signal(const char* operation, const std::string& owner, std::uint32_t index, std::uint32_t signals);
 
+// DeadlineExceeded of a "put" or "get" whose deadline has passed, with what that spares.
+[[noreturn]] void fail_late(const char* operation, const std::string& peer);
+
+// BoundsError unless the word that `offset` names is aligned where it lies.
+void check_aligned(const char* operation, const std::string& owner, std::uint64_t address, std::uint64_t offset,
+                   unsigned word_nbytes);
+
 // Throws BoundsError unless [offset, offset + nbytes) lies in `limit` bytes.
 inline void check_bounds(const char* operation, const std::string& peer, std::uint64_t offset, std::uint64_t nbytes,
                          std::uint64_t limit) {

@@ -92,9 +92,7 @@ std::uint64_t Window::atomic_load(std::uint64_t offset, unsigned word_nbytes) co
   const Memory& memory = own_memory("atomic_load");
   check_bounds("atomic_load", name_, offset, word_nbytes, memory.nbytes());
   char* const address = static_cast<char*>(memory.data()) + offset;
-  if (reinterpret_cast<std::uintptr_t>(address) % word_nbytes != 0) {
-    fail(ErrorKind::Bounds, "atomic_load: offset ", offset, " is not aligned to ", word_nbytes, " bytes");
-  }
+  check_aligned("atomic_load", "this rank", reinterpret_cast<std::uintptr_t>(address), offset, word_nbytes);
   if (word_nbytes == 4) return std::atomic_ref(*reinterpret_cast<std::uint32_t*>(address)).load();
   return std::atomic_ref(*reinterpret_cast<std::uint64_t*>(address)).load();
 }

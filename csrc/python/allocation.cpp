@@ -62,14 +62,12 @@ bool is_named(PyTypeObject* type, const char* name) {
 }  // namespace
 
 void keep_in_place(nb::handle object) {
-  PyObject* const torch = PyImport_GetModule(nb::str("torch").ptr());
-  if (torch == nullptr) return;
-  const nb::object module = nb::steal(torch);
-  if (!PyObject_IsInstance(object.ptr(), nb::object(module.attr("Tensor")).ptr())) return;
+  if (!is_torch_tensor(object)) return;
   // There is no call for it, but torch does it for whatever it shares with numpy ("Trying to resize storage that is not
   // resizable"). The bytes are shared as such: numpy does not know all of torch's types.
   try {
-    nb::object bytes = module.attr("empty")(0, nb::arg("dtype") = module.attr("uint8"));
+    const nb::module_ torch = nb::module_::import_("torch");
+    nb::object bytes = torch.attr("empty")(0, nb::arg("dtype") = torch.attr("uint8"));
     bytes.attr("set_")(object.attr("untyped_storage")()).attr("numpy")();
   } catch (const nb::python_error& error) {
     if (!error.matches(PyExc_Exception)) throw;

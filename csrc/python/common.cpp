@@ -134,15 +134,6 @@ bool is_compact(const nb::dlpack::dltensor& tensor) {
   return true;
 }
 
-bool is_torch_tensor(nb::handle object) {
-  // Never imports torch: without it in sys.modules there is no tensor.
-  PyObject* torch = PyImport_GetModule(nb::str("torch").ptr());
-  if (torch == nullptr) return false;
-  nb::object module = nb::steal(torch);
-  nb::object type = nb::getattr(module, "Tensor", nb::none());
-  return !type.is_none() && PyObject_IsInstance(object.ptr(), type.ptr()) == 1;
-}
-
 [[noreturn]] void refuse_strided(const Purpose& what) {
   fail(ErrorKind::Layout, what.name, " is not contiguous: no hidden copy is made; ", what.if_strided);
 }
@@ -180,6 +171,15 @@ bool is_lazy(nb::handle tensor, const TensorType& type, bool complex) {
 }
 
 }  // namespace
+
+bool is_torch_tensor(nb::handle object) {
+  // Never imports torch: without it in sys.modules there is no tensor.
+  PyObject* torch = PyImport_GetModule(nb::str("torch").ptr());
+  if (torch == nullptr) return false;
+  nb::object module = nb::steal(torch);
+  nb::object type = nb::getattr(module, "Tensor", nb::none());
+  return !type.is_none() && PyObject_IsInstance(object.ptr(), type.ptr()) == 1;
+}
 
 std::string type_of(nb::handle object) {
   return object.is_none() ? "None" : Py_TYPE(object.ptr())->tp_name;

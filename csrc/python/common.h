@@ -169,6 +169,8 @@ inline constexpr Purpose kWindowMemory{
     "the memory to register", "make the window over a contiguous tensor and use that one from then on, in place of x",
     "make the window over x.resolve_conj().resolve_neg() and use that one from then on, in place of x"};
 
+bool is_torch_tensor(nb::handle object);
+
 // Has torch refuse to resize the storage of a tensor from here on, as memory that others know of must stay where it is. (Arrays and
 // buffers refuse by themselves as long as somebody holds their bytes.)
 void keep_in_place(nb::handle object);

@@ -9,33 +9,42 @@ constexpr Purpose kPiecePurpose{"a piece", "describe it row by row, or with Plan
 
 }  // namespace
 
-PyPlan::PyPlan(nb::handle pieces, bool lasts) {
-  // Tuples, so that nobody changes them, or lets go of what they hold, while they are in use.
-  hold = to_tuple(pieces, "pieces must be a Plan or (buffer, offset_bytes) pairs");
-  PyObject* const held = hold.ptr();
-  const auto count = static_cast<std::size_t>(PyTuple_GET_SIZE(held));
+PyPlan::PyPlan(nb::handle given, bool lasts)
+    // Tuples, so that nobody changes them, or lets go of what they hold, while they are in use.
+    : hold(to_tuple(given, "pieces must be a Plan or (buffer, offset_bytes) pairs")) {
+  look();
+  if (!lasts) return;
+  // Only now, when all of them are known to be good. What they are is looked at again: the first time they could still be resized.
+  for (const nb::handle pair : hold) keep_in_place(PyTuple_GET_ITEM(pair.ptr(), 0));
+  look();
+}
+
+void PyPlan::look() {
   std::vector<Piece> found;
-  found.reserve(count);
-  for (std::size_t i = 0; i < count; ++i) {
-    PyObject* const pair = PyTuple_GET_ITEM(held, static_cast<Py_ssize_t>(i));
-    if (!PyTuple_CheckExact(pair) || PyTuple_GET_SIZE(pair) != 2) {
+  found.reserve(hold.size());
+  std::vector<Keepalive> kept;
+  nbytes = largest = 0;
+  first_read_only.reset();
+  for (const nb::handle pair : hold) {
+    const std::size_t i = found.size();
+    if (!PyTuple_CheckExact(pair.ptr()) || PyTuple_GET_SIZE(pair.ptr()) != 2) {
       throw nb::type_error(text("piece ", i, " must be a tuple (buffer, offset_bytes), not ", type_of(pair)).c_str());
     }
     try {
-      if (lasts) keep_in_place(PyTuple_GET_ITEM(pair, 0));
-      Buffer buffer(PyTuple_GET_ITEM(pair, 0), kPiecePurpose, false);
-      found.push_back({buffer.data(), buffer.nbytes(), to_u64(PyTuple_GET_ITEM(pair, 1), "offset_bytes")});
+      Buffer buffer(PyTuple_GET_ITEM(pair.ptr(), 0), kPiecePurpose, false);
+      found.push_back({buffer.data(), buffer.nbytes(), to_u64(PyTuple_GET_ITEM(pair.ptr(), 1), "offset_bytes")});
       if (buffer.read_only() && !first_read_only) first_read_only = i;
       nbytes += buffer.nbytes();
       largest = std::max(largest, buffer.nbytes());
-      if (buffer.has_view()) views.push_back(buffer.keep());
+      if (buffer.has_view()) kept.push_back(buffer.keep());
     } catch (const Error& error) {
       throw Error(error.kind(), text("piece ", i, ": ", error.what()), error.error_number());
     } catch (const nb::builtin_exception& error) {
       throw nb::type_error(text("piece ", i, ": ", error.what()).c_str());
     }
   }
-  this->pieces = std::make_shared<const std::vector<Piece>>(std::move(found));
+  pieces = std::make_shared<const std::vector<Piece>>(std::move(found));
+  views = std::move(kept);
 }
 
 void PyPlan::identify() {

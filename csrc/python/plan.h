@@ -1,8 +1,9 @@
-// The Python object `Plan`, and put_many and get_many as the bindings of windows and of connections share them.
+// The Python object `Plan`, and how put_many and get_many take one.
 #pragma once
 
 #include <vector>
 
+#include "core/window.h"
 #include "python/operations.h"
 
 namespace onesided::python {
@@ -17,11 +18,14 @@ struct PyPlan {
   bool identified = false;
 
   // `lasts`: it will be used more than once, so that its memory must stay where it is.
-  PyPlan(nb::handle pieces, bool lasts);
+  PyPlan(nb::handle given, bool lasts);
   PyPlan(PyPlan&&) = default;
 
   // Finds out what the pieces are parts of. Runs Python.
   void identify();
+
+ private:
+  void look();
 };
 
 // A Plan, or one for this call only.
@@ -34,13 +38,13 @@ struct Pieces {
         plan(*nb::inst_ptr<PyPlan>(object)) {}
 
   // `move` is Target::write_many or read_many.
-  template <class Owner, class Move>
-  nb::object run_on(const std::shared_ptr<Owner>& owner, Target& target, bool reads, bool async_op,
+  template <class Move>
+  nb::object run_on(const std::shared_ptr<Window>& window, Target& target, bool reads, bool async_op,
                     const Deadline& deadline, Move&& move) {
     if (reads && plan.first_read_only) {
       fail(ErrorKind::Layout, "piece ", *plan.first_read_only, " is read-only and would be written");
     }
-    const std::shared_ptr<Owner> alive = owner;  // what follows runs Python, which may close it
+    const std::shared_ptr<Window> alive = window;  // what follows runs Python, which may close it
     if (target.wants_allocation(plan.largest, reads)) plan.identify();
     How how;
     how.async = async_op;

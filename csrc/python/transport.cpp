@@ -279,6 +279,10 @@ What is still under way when the deadline passes is cancelled, and DeadlineExcee
           [](PyTransport& self, nb::handle buffer, nb::handle access, nb::handle signals, nb::handle slots) {
             const Access permitted = parse_access(to_string(access, "access"));
             const std::uint32_t counters = to_u32(signals, "signals"), peers = to_u32(slots, "max_peers");
+            // Looked at first, so that what cannot be registered stays as it was.
+            {
+              const Buffer checked(buffer, kWindowMemory, permits(permitted, Access::Write));
+            }
             keep_in_place(buffer);
             Buffer bytes(buffer, kWindowMemory, permits(permitted, Access::Write));
             const bool read_only = bytes.read_only();

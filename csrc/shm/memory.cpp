@@ -73,16 +73,15 @@ void ShmMemory::close(const Deadline& deadline) {
 
 void ShmMemory::permit(const std::string& peer, Access access) {
   check_usable("this memory");
-  if (!permits(access_, access)) {
-    fail(ErrorKind::RemoteAccess, "permit: this memory permits '", name_of(access_), "' only, not '", name_of(access),
-         "'");
-  }
+  permissions_.check(access);
+  if (closed()) fail(ErrorKind::StaleHandle, "permit: this memory is closed");
   std::lock_guard lock(hub_->mutex());
   permissions_.set(peer, access);
 }
 
 void ShmMemory::revoke(const std::string& peer, const Deadline& deadline) {
   check_usable("this memory");
+  if (closed()) fail(ErrorKind::StaleHandle, "revoke: this memory is closed");
   {
     std::lock_guard lock(hub_->mutex());
     permissions_.set(peer, Access::None);

@@ -114,10 +114,7 @@ class ShmTarget::Between final : public Checkpoint {
     begun_ = true;
   }
   void check_deadline() const {
-    if (deadline_.passed()) {
-      fail(ErrorKind::DeadlineExceeded, operation_, " to ", target_.peer().name(), ": the deadline passed; ",
-           operation_[0] == 'g' ? "its destination is not written again" : "its source is not read again");
-    }
+    if (deadline_.passed()) fail_late(operation_, target_.peer().name());
   }
 
  private:
@@ -162,77 +159,64 @@ auto ShmTarget::counted(Operation&& operation) {
   }
 }
 
+// Runs `now` at once, or later in its turn: behind what it has to be behind.
+template <class Now>
+std::shared_ptr<Work> ShmTarget::issue(const char* operation, const std::optional<Signal>& signal, const How& how,
+                                       Now&& now) {
+  if (how.async) {
+    const std::uint64_t told = signal ? strand_->failures_told() : 0;
+    return run_later(how, [signal, told, now = std::forward<Now>(now)](ShmTarget& target, Checkpoint& between) {
+      if (signal) target.check_earlier("put with a signal", told);
+      now(target, between);
+    });
+  }
+  Between between(operation, *this, how.deadline);
+  between.check_deadline();
+  keep_behind_fence(how.deadline);
+  if (signal) settle_before_signal(how);
+  now(*this, between);
+  return nullptr;
+}
+
 std::shared_ptr<Work> ShmTarget::write(const void* source, std::uint64_t nbytes, std::uint64_t offset,
                                        const std::optional<Signal>& signal, const How& how) {
   return counted([&] {
     check("put", Access::Write, offset, nbytes);
     if (signal) check_signal("put", at_.peer->name(), signal->index, at_.control.signals());
-    if (how.async) {
-      const std::uint64_t told = signal ? strand_->failures_told() : 0;
-      return run_later(how, [=](ShmTarget& target, Checkpoint& between) {
-        if (signal) target.check_earlier("put with a signal", told);
-        target.write_now(source, nbytes, offset, signal, between);
-      });
-    }
-    Between between("put", *this, how.deadline);
-    between.check_deadline();
-    keep_behind_fence(how.deadline);
-    if (signal) settle_before_signal(how);
-    write_now(source, nbytes, offset, signal, between);
-    return std::shared_ptr<Work>();
+    return issue("put", signal, how, [=](ShmTarget& target, Checkpoint& between) {
+      target.write_now(source, nbytes, offset, signal, between);
+    });
   });
 }
 
 std::shared_ptr<Work> ShmTarget::read(void* destination, std::uint64_t nbytes, std::uint64_t offset, const How& how) {
   return counted([&] {
     check("get", Access::Read, offset, nbytes);
-    if (how.async) {
-      return run_later(
-          how, [=](ShmTarget& target, Checkpoint& between) { target.read_now(destination, nbytes, offset, between); });
-    }
-    Between between("get", *this, how.deadline);
-    between.check_deadline();
-    keep_behind_fence(how.deadline);
-    read_now(destination, nbytes, offset, between);
-    return std::shared_ptr<Work>();
+    return issue("get", std::nullopt, how, [=](ShmTarget& target, Checkpoint& between) {
+      target.read_now(destination, nbytes, offset, between);
+    });
   });
 }
 
+// What runs later needs pieces of its own.
 std::shared_ptr<Work> ShmTarget::write_many(std::span<const Piece> pieces, const std::optional<Signal>& signal,
                                             const How& how) {
   return counted([&] {
     for (const Piece& piece : pieces) check("put", Access::Write, piece.offset, piece.nbytes);
     if (signal) check_signal("put", at_.peer->name(), signal->index, at_.control.signals());
-    if (how.async) {
-      const std::uint64_t told = signal ? strand_->failures_told() : 0;
-      return run_later(how,
-                       [=, copy = std::vector(pieces.begin(), pieces.end())](ShmTarget& target, Checkpoint& between) {
-                         if (signal) target.check_earlier("put with a signal", told);
-                         target.write_now(copy, signal, between);
-                       });
-    }
-    Between between("put", *this, how.deadline);
-    between.check_deadline();
-    keep_behind_fence(how.deadline);
-    if (signal) settle_before_signal(how);
-    write_now(pieces, signal, between);
-    return std::shared_ptr<Work>();
+    const std::vector<Piece> own(pieces.begin(), how.async ? pieces.end() : pieces.begin());
+    return issue("put", signal, how, [=](ShmTarget& target, Checkpoint& between) {
+      target.write_now(own.empty() ? pieces : own, signal, between);
+    });
   });
 }
 
 std::shared_ptr<Work> ShmTarget::read_many(std::span<const Piece> pieces, const How& how) {
   return counted([&] {
     for (const Piece& piece : pieces) check("get", Access::Read, piece.offset, piece.nbytes);
-    if (how.async) {
-      return run_later(how, [copy = std::vector(pieces.begin(), pieces.end())](ShmTarget& target, Checkpoint& between) {
-        target.read_now(copy, between);
-      });
-    }
-    Between between("get", *this, how.deadline);
-    between.check_deadline();
-    keep_behind_fence(how.deadline);
-    read_now(pieces, between);
-    return std::shared_ptr<Work>();
+    const std::vector<Piece> own(pieces.begin(), how.async ? pieces.end() : pieces.begin());
+    return issue("get", std::nullopt, how,
+                 [=](ShmTarget& target, Checkpoint& between) { target.read_now(own.empty() ? pieces : own, between); });
   });
 }
 
@@ -379,10 +363,7 @@ std::uint64_t ShmTarget::atomic_on(const Atomic& what) {
          " is private and cannot be reached by atomics; use memory from Window.allocate or transport.allocate");
   }
   char* const address = at_.mapped + what.offset;
-  if (reinterpret_cast<std::uintptr_t>(address) % sizeof(Word) != 0) {
-    fail(ErrorKind::Bounds, what.name(), ": the word at offset ", what.offset, " is not aligned to ", sizeof(Word),
-         " bytes in the memory of ", at_.peer->name());
-  }
+  check_aligned(what.name(), at_.peer->name(), reinterpret_cast<std::uintptr_t>(address), what.offset, sizeof(Word));
   UnderWay under_way(*this, what.name());
   at_.counters->add(Count::Atomics);
   const std::atomic_ref word(*reinterpret_cast<Word*>(address));

@@ -68,6 +68,8 @@ class ShmTarget final : public Target {
 
   template <class Operation>
   auto counted(Operation&& operation);
+  template <class Now>
+  std::shared_ptr<Work> issue(const char* operation, const std::optional<Signal>& signal, const How& how, Now&& now);
   void check(const char* operation, Access wanted, std::uint64_t offset, std::uint64_t nbytes) const;
   void write_now(const void* source, std::uint64_t nbytes, std::uint64_t offset, const std::optional<Signal>& signal,
                  Checkpoint& between);

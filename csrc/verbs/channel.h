@@ -218,6 +218,11 @@ class Channel {
   }
   bool ended() const { return ended_.load(std::memory_order_acquire); }
   std::string cause() const;
+  // True if a deadline of the caller's ended it, and not the way to the peer.
+  bool ended_by_deadline() const {
+    std::lock_guard lock(cause_mutex_);
+    return kind_ == ErrorKind::DeadlineExceeded;
+  }
   // For an operation `what` whose work requests are those from `first` to `last` and not all complete: the cause itself if
   // one of them failed; else, that they were flushed because of it.
   Error error_for(const char* what, const Ticket& first, const Ticket& last) const;

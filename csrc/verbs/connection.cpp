@@ -226,7 +226,8 @@ const std::shared_ptr<Channel>& RdmaConnection::reopen(const Deadline& deadline)
   // A path that fails again and again is not tried again and again: 10 ms, 20 ms, ... 1 s.
   using namespace std::chrono_literals;
   if (present != nullptr) {
-    quick_ends_ = Deadline::Clock::now() - opened_at_ < 1s ? std::min(quick_ends_ + 1, 8u) : 0;
+    const bool failed_soon = Deadline::Clock::now() - opened_at_ < 1s && !(*present)->ended_by_deadline();
+    quick_ends_ = failed_soon ? std::min(quick_ends_ + 1, 8u) : 0;
     if (quick_ends_ > 2) {
       const auto pause = std::min<std::chrono::nanoseconds>(10ms * (1u << (quick_ends_ - 2)), 1s);
       if (deadline.left(pause) < pause) {

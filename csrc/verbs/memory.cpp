@@ -113,10 +113,7 @@ void RdmaMemory::close(const Deadline& deadline) {
 
 void RdmaMemory::permit(const std::string& peer, Access access) {
   check_usable("this memory");
-  if (!permits(access_, access)) {
-    fail(ErrorKind::RemoteAccess, "permit: this memory permits '", name_of(access_), "' only, not '", name_of(access),
-         "'");
-  }
+  permissions_.check(access);
   std::lock_guard closing(close_mutex_);
   if (registration_.load() == nullptr) fail(ErrorKind::StaleHandle, "permit: this memory is closed");
   Registered registered;

@@ -17,10 +17,7 @@ constexpr unsigned kNumberBits = 40;
 constexpr std::uint64_t kNumberMask = (std::uint64_t{1} << kNumberBits) - 1;
 
 void check_deadline(const char* operation, const std::string& peer, const Deadline& deadline) {
-  if (deadline.passed()) {
-    fail(ErrorKind::DeadlineExceeded, operation, " to ", peer, ": the deadline passed; ",
-         operation[0] == 'g' ? "its destination is not written again" : "its source is not read again");
-  }
+  if (deadline.passed()) fail_late(operation, peer);
 }
 
 class RdmaWork final : public Work {
@@ -621,6 +618,7 @@ struct RdmaTarget::Posted {
   Ticket first{}, last{};
   Ticket from_source{};  // the last on each lane that reads or writes the caller's memory itself
   std::vector<std::shared_ptr<Registration>> registrations;
+  bool one_lane = false;
 
   void add(std::size_t lane, std::uint64_t number) {
     if (first[lane] == 0) first[lane] = number;
@@ -659,7 +657,7 @@ void RdmaTarget::post_piece(Channel& channel, const Piece& piece, bool reads, co
   }
   const Registration& local = *known.back();
   in_parts(
-      reads ? "get" : "put", channel, piece.nbytes, false, how.deadline,
+      reads ? "get" : "put", channel, piece.nbytes, posted.one_lane, how.deadline,
       [&](std::size_t lane, std::uint64_t at, std::uint64_t end, std::uint64_t& number) {
         const std::uint64_t from = reinterpret_cast<std::uint64_t>(here) + at - local.address();
         const std::uint64_t part =
@@ -691,52 +689,40 @@ std::shared_ptr<Work> RdmaTarget::finish_many(const char* operation, Channel& ch
 
 std::shared_ptr<Work> RdmaTarget::write_many(std::span<const Piece> pieces, const std::optional<Signal>& signal,
                                              const How& how) {
+  return many("put", false, pieces, signal, how);
+}
+
+std::shared_ptr<Work> RdmaTarget::read_many(std::span<const Piece> pieces, const How& how) {
+  return many("get", true, pieces, std::nullopt, how);
+}
+
+std::shared_ptr<Work> RdmaTarget::many(const char* operation, bool reads, std::span<const Piece> pieces,
+                                       const std::optional<Signal>& signal, const How& how) {
   return counted(how, [&]() -> std::shared_ptr<Work> {
     std::uint64_t nbytes = 0;
     for (const Piece& piece : pieces) {
-      check("put", Access::Write, piece.offset, piece.nbytes);
+      check(operation, reads ? Access::Read : Access::Write, piece.offset, piece.nbytes);
       nbytes += piece.nbytes;
     }
-    if (signal) check_signal("put", peer().name(), signal->index, signals_);
-    check_deadline("put", peer().name(), how.deadline);
-    UnderWay under_way(*this, "put", how.deadline);
+    if (signal) check_signal(operation, peer().name(), signal->index, signals_);
+    check_deadline(operation, peer().name(), how.deadline);
+    UnderWay under_way(*this, operation, how.deadline);
     Channel& channel = begin(signal.has_value(), how.deadline);
-    if (signal) push("put", channel, 1, how.deadline);
-    counters().add(Count::Puts, pieces.size());
-    counters().add(Count::BytesPut, nbytes);
+    counters().add(reads ? Count::Gets : Count::Puts, pieces.size());
+    counters().add(reads ? Count::BytesGot : Count::BytesPut, nbytes);
     Posted posted;
+    // As in write_any: an asynchronous signal stays behind its bytes only on one queue pair.
+    posted.one_lane = signal && how.async;
+    if (posted.one_lane) push(operation, channel, 1, how.deadline);
     try {
-      for (const Piece& piece : pieces) post_piece(channel, piece, false, how, posted);
+      for (const Piece& piece : pieces) post_piece(channel, piece, reads, how, posted);
       if (signal) {
-        push("put", channel, 1, how.deadline);
+        if (!posted.one_lane) push(operation, channel, 1, how.deadline);
         counters().add(Count::Signals);
         posted.add(0, channel.signal(0, word(channel, *signal), false, how.deadline));
         track(channel, 0, posted.last[0]);
       }
-      return finish_many("put", channel, posted, how);
-    } catch (...) {
-      if (posted.last != Ticket{}) give_up(channel);
-      throw;
-    }
-  });
-}
-
-std::shared_ptr<Work> RdmaTarget::read_many(std::span<const Piece> pieces, const How& how) {
-  return counted(how, [&]() -> std::shared_ptr<Work> {
-    std::uint64_t nbytes = 0;
-    for (const Piece& piece : pieces) {
-      check("get", Access::Read, piece.offset, piece.nbytes);
-      nbytes += piece.nbytes;
-    }
-    check_deadline("get", peer().name(), how.deadline);
-    UnderWay under_way(*this, "get", how.deadline);
-    Channel& channel = begin(false, how.deadline);
-    counters().add(Count::Gets, pieces.size());
-    counters().add(Count::BytesGot, nbytes);
-    Posted posted;
-    try {
-      for (const Piece& piece : pieces) post_piece(channel, piece, true, how, posted);
-      return finish_many("get", channel, posted, how);
+      return finish_many(operation, channel, posted, how);
     } catch (...) {
       if (posted.last != Ticket{}) give_up(channel);
       throw;
@@ -782,10 +768,7 @@ std::uint64_t RdmaTarget::atomic(const Atomic& what, const Deadline& deadline) {
   return counted([&] {
     check(what.name(), Access::ReadWrite, what.offset, what.word_nbytes);
     const std::uint64_t within = (reach_.address + offset_ + what.offset) % sizeof(std::uint64_t);
-    if (within % what.word_nbytes != 0) {
-      fail(ErrorKind::Bounds, what.name(), ": the word at offset ", what.offset, " is not aligned to ",
-           what.word_nbytes, " bytes in the memory of ", peer().name());
-    }
+    check_aligned(what.name(), peer().name(), within, what.offset, what.word_nbytes);
     if (within > what.offset || what.offset - within + sizeof(std::uint64_t) > nbytes_) {
       fail(ErrorKind::Bounds, what.name(), " of 4 bytes at offset ", what.offset,
            ": over RDMA the aligned 8 bytes that ", "they lie in must be within the ", nbytes_, " bytes of ",

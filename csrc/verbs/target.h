@@ -80,6 +80,8 @@ class RdmaTarget final : public Target {
   std::shared_ptr<Work> later(const char* operation, Channel& channel, const Ticket& first, const Ticket& last,
                               const How& how, std::shared_ptr<void> registration);
   struct Posted;
+  std::shared_ptr<Work> many(const char* operation, bool reads, std::span<const Piece> pieces,
+                             const std::optional<Signal>& signal, const How& how);
   void post_piece(Channel& channel, const Piece& piece, bool reads, const How& how, Posted& posted);
   std::shared_ptr<Work> finish_many(const char* operation, Channel& channel, Posted& posted, const How& how);
   template <class Operation>

@@ -215,6 +215,8 @@ def freed_and_allocated_again(fake: FakeVerbs) -> None:
     """As FSDP does with its flat parameters: the storage lives on, and often has the same address again."""
     import torch
 
+    # glibc then maps each of these by itself, and unmaps it when it is freed (mallopt(3), M_MMAP_THRESHOLD).
+    assert ctypes.CDLL(None).mallopt(-3, 65536) == 1
     same_address = 0
     with windows(2, 4 * MIB) as (near, far):
         for nbytes in (100_000, MIB, 4 * MIB):
@@ -229,9 +231,8 @@ def freed_and_allocated_again(fake: FakeVerbs) -> None:
                 same_address += tensor.data_ptr() == address
                 tensor.fill_(turn)
                 near.put(tensor, 1)
-                # Where the allocator kept the pages, the keys are as good as before.
-                assert registered(fake) <= before + 1
-                assert nbytes < 4 * MIB or registered(fake) == before + 1
+                # What fits the heap has the same pages as before, which are registered already.
+                assert registered(fake) == before + 1 or (nbytes < 4 * MIB and registered(fake) == before)
                 assert fake.live("mrs") == alive
                 assert (far.array[:nbytes] == turn).all()
     assert same_address > 0
