@@ -227,3 +227,26 @@ def one_peer_only(fake: FakeVerbs) -> None:
 
 def test_a_deadline_of_one_peer_leaves_others_alone(alone) -> None:
     alone(one_peer_only)
+
+
+def again_and_again(fake: FakeVerbs) -> None:
+    """Deadlines say nothing of the way to the peer: the next generation is opened at once, after however many of them.
+
+    (What fails again and again is tried less and less often: the ninth time it would not be tried for 0.64 s.)
+    """
+    with connected(MIB) as pair:
+        for turn in range(1, 12):
+            fake.hold()
+            work = pair.connection.write(np.full(MIB, OLD, np.uint8), pair.remote, async_op=True)
+            with raises(DeadlineExceeded):
+                work.wait(0)
+            fake.release_all()
+            fake.deliver_immediately()
+            last = np.full(MIB, turn, np.uint8)
+            pair.connection.write(last, pair.remote, timeout_s=0.3)
+            pair.connection.flush(pair.remote, timeout_s=20)
+            same(pair.array, last)
+
+
+def test_deadlines_again_and_again_do_not_slow_a_connection_down(alone) -> None:
+    alone(again_and_again, devices=1)
