@@ -243,7 +243,7 @@ def again_and_again(fake: FakeVerbs) -> None:
             fake.release_all()
             fake.deliver_immediately()
             last = np.full(MIB, turn, np.uint8)
-            pair.connection.write(last, pair.remote, timeout_s=0.3)
+            pair.connection.write(last, pair.remote, timeout_s=0.6)
             pair.connection.flush(pair.remote, timeout_s=20)
             same(pair.array, last)
 
