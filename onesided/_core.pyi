@@ -376,7 +376,8 @@ class Window:
 
         Raises BoundsError, LayoutError, RemoteAccessError (the window is read-only), StaleHandle (closed here or at the peer),
         ConnectionLost, DeadlineExceeded; the source is not read after that. After an error the target's bytes in the range of this
-        put are undefined, all others are unchanged.
+        put are undefined. Others are unchanged; but on rdma all that is under way to that peer ends with an operation that fails or
+        is cancelled. What nobody else tells of then, such as a small put that had returned, the next flush() or signal does.
         """
 
     def get(self, destination: object, peer: int, offset_bytes: int = 0, *, async_op: bool = False, timeout_s: float | None = None) -> Work:
@@ -468,9 +469,9 @@ class Window:
         """
         Returns when all earlier operations to `peer`, or to every rank that there were any to, are visible there to all.
 
-        The target need not call anything. Raises the first failure of an asynchronous operation that nobody was told of, and
+        The target need not call anything. Raises the first failure of an earlier operation that nobody was told of, and
         ConnectionLost for a rank that is lost: every time, without `peer` until acknowledge_lost(), which says that the program
-        knows. When the deadline passes, what is left is cancelled and DeadlineExceeded is raised.
+        knows. When the deadline passes, what is left is cancelled and DeadlineExceeded is raised; the next flush tells what was.
         """
 
     def fence(self, peer: int) -> None:

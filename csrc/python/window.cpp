@@ -100,7 +100,8 @@ returned Work is done, which means complete at both ends. An asynchronous one ru
 
 Raises BoundsError, LayoutError, RemoteAccessError (the window is read-only), StaleHandle (closed here or at the peer),
 ConnectionLost, DeadlineExceeded; the source is not read after that. After an error the target's bytes in the range of this
-put are undefined, all others are unchanged.)")
+put are undefined. Others are unchanged; but on rdma all that is under way to that peer ends with an operation that fails or
+is cancelled. What nobody else tells of then, such as a small put that had returned, the next flush() or signal does.)")
       .def(
           "get",
           [](PyWindow& self, nb::handle destination, nb::handle peer, nb::handle offset_bytes, nb::handle async_op,
@@ -314,9 +315,9 @@ compare_swap behind a flush. Unsupported on an attached window.)")
           nb::sig("def flush(self, peer: int | None = None, timeout_s: float | None = None) -> None"),
           R"(Returns when all earlier operations to `peer`, or to every rank that there were any to, are visible there to all.
 
-The target need not call anything. Raises the first failure of an asynchronous operation that nobody was told of, and
+The target need not call anything. Raises the first failure of an earlier operation that nobody was told of, and
 ConnectionLost for a rank that is lost: every time, without `peer` until acknowledge_lost(), which says that the program
-knows. When the deadline passes, what is left is cancelled and DeadlineExceeded is raised.)")
+knows. When the deadline passes, what is left is cancelled and DeadlineExceeded is raised; the next flush tells what was.)")
       .def(
           "fence",
           [](PyWindow& self, nb::handle peer) {

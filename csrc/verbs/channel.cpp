@@ -569,12 +569,13 @@ bool Channel::await(const Ticket& ticket, const Deadline& deadline) {
   };
   if (look()) return true;
   BlockingHook::before_waiting();
-  const auto begin = Deadline::Clock::now();
-  const auto until = begin + deadline.left(useful_spin(kSpin));
-  while (Deadline::Clock::now() < until) {
-    for (int round = 0; round < 8; ++round) {
-      if (look()) return true;
-      pause_cpu();
+  if (const auto spin = useful_spin(kSpin); spin.count() > 0) {
+    const auto until = Deadline::Clock::now() + deadline.left(spin);
+    while (Deadline::Clock::now() < until) {
+      for (int round = 0; round < 8; ++round) {
+        if (look()) return true;
+        pause_cpu();
+      }
     }
   }
   for (;;) {

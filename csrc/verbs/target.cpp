@@ -16,11 +16,29 @@ constexpr std::uint64_t kStripeUnit = 4096;
 constexpr unsigned kNumberBits = 40;
 constexpr std::uint64_t kNumberMask = (std::uint64_t{1} << kNumberBits) - 1;
 
+std::uint64_t tagged(const Channel& channel, std::uint64_t number) {
+  return std::uint64_t{channel.generation()} << kNumberBits | (number & kNumberMask);
+}
+
+// The number if it is of this generation, else 0.
+std::uint64_t number_in(const Channel& channel, const std::atomic<std::uint64_t>& last) {
+  const std::uint64_t number = last.load(std::memory_order_seq_cst);
+  return number >> kNumberBits == channel.generation() ? number & kNumberMask : 0;
+}
+
+// A thread may come late with a number of a generation that is over: the larger generation wins.
+[[gnu::always_inline]] inline void raise_to(std::atomic<std::uint64_t>& last, std::uint64_t number) {
+  std::uint64_t before = last.load(std::memory_order_relaxed);
+  while (before < number && !last.compare_exchange_weak(before, number, std::memory_order_seq_cst)) continue;
+}
+
 void check_deadline(const char* operation, const std::string& peer, const Deadline& deadline) {
   if (deadline.passed()) fail_late(operation, peer);
 }
 
-class RdmaWork final : public Work {
+}  // namespace
+
+class RdmaTarget::RdmaWork final : public Work {
  public:
   RdmaWork(std::shared_ptr<RdmaTarget> target, Channel& channel, const char* operation, const Ticket& first,
            const Ticket& last, const Deadline& deadline)
@@ -29,7 +47,26 @@ class RdmaWork final : public Work {
         operation_(operation),
         first_(first),
         last_(last),
-        deadline_(deadline) {}
+        deadline_(deadline) {
+    std::lock_guard lock(target_->works_mutex_);
+    next_ = std::exchange(target_->works_, this);
+    if (next_ != nullptr) next_->at_ = &next_;
+    at_ = &target_->works_;
+  }
+  ~RdmaWork() override {
+    if (target_->made_in_ != fork_generation()) return;
+    {
+      std::lock_guard lock(target_->works_mutex_);
+      if (next_ != nullptr) next_->at_ = at_;
+      *at_ = next_;
+    }
+    if (told_.load() || channel_.complete(last_)) return;
+    // Nobody can ask any more.
+    for (std::size_t lane = 0; lane < channel_.lanes(); ++lane) {
+      if (last_[lane] != 0) target_->track_silent(channel_, lane, last_[lane]);
+    }
+    if (channel_.ended() && !channel_.complete(last_)) target_->owe(target_->what_was_lost(channel_, last_));
+  }
 
   bool done() override {
     if (over()) return true;
@@ -43,15 +80,19 @@ class RdmaWork final : public Work {
     const Deadline until = deadline.sooner(deadline_);
     if (!over() && !channel_.await(last_, until)) cancel();
     if (channel_.complete(last_)) return;
-    target_->told(channel_);
-    throw target_->explain(channel_, operation_, first_, last_);
+    throw cause();
   }
 
   std::optional<Error> error() override {
     if (!done() || channel_.complete(last_)) return std::nullopt;
-    target_->told(channel_);
-    return target_->explain(channel_, operation_, first_, last_);
+    return cause();
   }
+
+  // With works_mutex_. True if it was lost and nobody was told; from here on somebody is.
+  bool tell() { return channel_.ended() && !channel_.complete(last_) && !told_.exchange(true); }
+  RdmaWork* next() const { return next_; }
+  const Channel& channel() const { return channel_; }
+  const Ticket& last() const { return last_; }
 
  private:
   bool over() const { return channel_.complete(last_) || channel_.ended(); }
@@ -60,15 +101,21 @@ class RdmaWork final : public Work {
                  "the deadline passed, and all that was under way to this peer was cancelled; no source is read, and "
                  "no destination written, again");
   }
+  Error cause() {
+    told_.store(true);
+    return target_->explain(channel_, operation_, first_, last_);
+  }
 
   const std::shared_ptr<RdmaTarget> target_;
   Channel& channel_;  // the target's connection keeps it
   const char* const operation_;
   const Ticket first_, last_;
   const Deadline deadline_;
+  std::atomic<bool> told_{false};
+  // The works of a target that somebody may still ask; `at_` is where the pointer to this one is. With works_mutex_.
+  RdmaWork* next_ = nullptr;
+  RdmaWork** at_ = nullptr;
 };
-
-}  // namespace
 
 // Counts an operation as under way, so that the owner of the memory is not told that all is quiet.
 class RdmaTarget::UnderWay {
@@ -250,10 +297,8 @@ template <class Operation>
     return result;
   } catch (const Error& error) {
     counters().add(Count::Errors);
-    if (Channel* const used = used_.load(); used != nullptr) {
-      used->end_if_failed();  // a part of the operation may be under way, and its buffer goes back to the caller
-      if (used->ended()) told(*used);
-    }
+    // A part of the operation may be under way, and its buffer goes back to the caller.
+    if (Channel* const used = used_.load(); used != nullptr) used->end_if_failed();
     throw seen_from_here(error);
   }
 }
@@ -285,68 +330,113 @@ Error RdmaTarget::seen_from_here(const Error& error) const {
 [[gnu::always_inline]] inline Channel& RdmaTarget::begin(bool signals, const Deadline& deadline) {
   Channel& channel = *connection_->channel(deadline);
   if (used_.load(std::memory_order_acquire) != &channel ||
-      fences_.load(std::memory_order_relaxed) != fenced_.load(std::memory_order_relaxed)) [[unlikely]] {
+      fences_.load(std::memory_order_relaxed) != fenced_.load(std::memory_order_relaxed) ||
+      (signals && owing_.load(std::memory_order_relaxed))) [[unlikely]] {
     adapt(channel, signals, deadline);
   }
   return channel;
 }
 
+// What comes behind all before it fails with the generation: that tells of what was lost. Of a deadline the caller hears that this
+// operation is late, not that earlier ones are lost.
+template <class Operation>
+auto RdmaTarget::telling(Channel& channel, bool signals, Operation&& operation) {
+  try {
+    return operation();
+  } catch (const Error&) {
+    if (signals && channel.ended() && !channel.ended_by_deadline()) take_untold();
+    throw;
+  }
+}
+
 void RdmaTarget::adapt(Channel& channel, bool signals, const Deadline& deadline) {
   const std::uint32_t fences = fences_.load(), fenced = fenced_.load();
-  if (used_.load() != &channel) change_channel(channel, signals || fences != fenced);
+  if (used_.load() != &channel) change_channel(channel);
+  if ((signals || fences != fenced) && owing_.load()) {
+    if (const auto error = take_untold()) {
+      throw Error(error->kind(), text("a signal or what comes after a fence was not sent: ", error->what()));
+    }
+  }
   if (fences == fenced) return;
   // A queue pair does its writes in order, but the memory they go to is registered for relaxed ordering: there they may overtake
   // each other. And a write may overtake a read before it.
-  push("fence", channel, 0, deadline);
+  telling(channel, true, [&] { push("fence", channel, 0, deadline); });
   fenced_.store(fences);
 }
 
-void RdmaTarget::change_channel(Channel& channel, bool signals) {
+void RdmaTarget::change_channel(Channel& channel) {
   std::lock_guard lock(change_mutex_);
   Channel* const before = used_.load();
   if (before == &channel) return;
-  if (before != nullptr && told_.load() != before->generation() && !before->complete(tracked(*before))) {
-    untold_ = explain(*before, "an earlier put", Ticket{}, tracked(*before));
-  }
+  if (before != nullptr) look_for_lost(*before);
   used_.store(&channel, std::memory_order_release);
-  if (signals && untold_) {
-    const Error error = *untold_;
-    untold_.reset();
-    throw Error(error.kind(), text("a signal or what comes after a fence was not sent: ", error.what()));
+}
+
+void RdmaTarget::owe(Error error) {
+  std::lock_guard lock(change_mutex_);
+  untold_ = std::move(error);
+  owing_.store(true);
+}
+
+// With change_mutex_: what was silent and was lost with a generation that has ended is to be told.
+void RdmaTarget::look_for_lost(const Channel& channel) {
+  owing_.store(true);  // perhaps only works
+  if (told_ == channel.generation()) return;
+  for (std::size_t lane = 0; lane < channel.lanes(); ++lane) {
+    if (channel.complete(lane, number_in(channel, silent_[lane]))) continue;
+    told_ = channel.generation();
+    untold_ = what_was_lost(channel, tracked(channel));
   }
 }
 
+// What was lost since the last time, of which nobody was told. It is from here on.
 std::optional<Error> RdmaTarget::take_untold() {
   std::lock_guard lock(change_mutex_);
-  Channel* const used = used_.load();
-  if (!untold_ && used != nullptr && used->ended() && told_.load() != used->generation() &&
-      !used->complete(tracked(*used))) {
-    untold_ = explain(*used, "an earlier put", Ticket{}, tracked(*used));
-    told_.store(used->generation());
-  }
-  auto error = std::move(untold_);
-  untold_.reset();
+  if (const Channel* const used = used_.load(); used != nullptr && used->ended()) look_for_lost(*used);
+  owing_.store(false);
+  auto error = std::exchange(untold_, std::nullopt);
   for (const auto& work : failed_) {
     if (!work->told.exchange(true) && !error) error = work->cause();
   }
   failed_.clear();
+  std::lock_guard works_lock(works_mutex_);
+  for (RdmaWork* work = works_; work != nullptr; work = work->next()) {
+    if (work->tell() && !error) error = what_was_lost(work->channel(), work->last());
+  }
   return error;
 }
 
-// A thread may come late with a number of a generation that is over: the larger generation wins.
 void RdmaTarget::track(const Channel& channel, std::size_t lane, std::uint64_t number) {
-  const std::uint64_t tagged = std::uint64_t{channel.generation()} << kNumberBits | (number & kNumberMask);
-  std::uint64_t before = last_[lane].load(std::memory_order_relaxed);
-  while (before < tagged && !last_[lane].compare_exchange_weak(before, tagged, std::memory_order_seq_cst)) continue;
+  raise_to(last_[lane], tagged(channel, number));
+}
+
+void RdmaTarget::track_silent(const Channel& channel, std::size_t lane, std::uint64_t number) {
+  raise_to(silent_[lane], tagged(channel, number));
+}
+
+// For what is over for its caller when it is posted, unless it has a Work.
+void RdmaTarget::track_for(const How& how, const Channel& channel, std::uint64_t number) {
+  if (how.async) {
+    track(channel, 0, number);
+  } else {
+    track_silent(channel, 0, number);
+  }
 }
 
 Ticket RdmaTarget::tracked(const Channel& channel) const {
   Ticket ticket{};
   for (std::size_t lane = 0; lane < channel.lanes(); ++lane) {
-    const std::uint64_t tagged = last_[lane].load(std::memory_order_seq_cst);
-    if (tagged >> kNumberBits == channel.generation()) ticket[lane] = tagged & kNumberMask;
+    ticket[lane] = std::max(number_in(channel, last_[lane]), number_in(channel, silent_[lane]));
   }
   return ticket;
+}
+
+Error RdmaTarget::what_was_lost(const Channel& channel, const Ticket& last) const {
+  const Error error = explain(channel, "an earlier operation", Ticket{}, last);
+  if (error.kind() != ErrorKind::DeadlineExceeded) return error;
+  // It was another operation's.
+  return Error(ErrorKind::ConnectionLost,
+               text("an earlier operation to ", peer().name(), " was lost: ", channel.cause()));
 }
 
 Error RdmaTarget::explain(const Channel& channel, const char* what, const Ticket& first, const Ticket& last) const {
@@ -361,7 +451,6 @@ void RdmaTarget::await(const char* operation, Channel& channel, const Ticket& fi
   } catch (...) {
     // Ctrl-C. The caller is about to have its buffer back.
     channel.end(ErrorKind::ConnectionLost, "an operation was interrupted, and all that was under way was cancelled");
-    told(channel);
     throw;
   }
   if (!in_time) {
@@ -370,7 +459,6 @@ void RdmaTarget::await(const char* operation, Channel& channel, const Ticket& fi
                 "destination written, again");
   }
   if (channel.complete(last)) return;
-  told(channel);
   throw explain(channel, operation, first, last);
 }
 
@@ -395,7 +483,6 @@ Channel::Word RdmaTarget::word(const Channel& channel, const Signal& signal) con
 // An operation fails when a part of it was posted: the caller gets its buffer back, and what was posted still uses it.
 void RdmaTarget::give_up(Channel& channel) {
   channel.end(ErrorKind::DeadlineExceeded, "an operation was given up when a part of it was under way");
-  told(channel);
 }
 
 // Cuts `nbytes` into shares, one a lane. Calls `post(lane, at, end of the share, number)`, which posts as much from `at` on as
@@ -435,8 +522,8 @@ void RdmaTarget::push(const char* operation, Channel& channel, std::size_t first
   std::optional<Channel::Slot> slot;
   std::array<std::uint64_t, kMostLanes> flushed{};
   for (std::size_t lane = first_lane; lane < channel.lanes(); ++lane) {
-    const std::uint64_t tagged = std::uint64_t{channel.generation()} << kNumberBits | before[lane];
-    if (before[lane] == 0 || flushed_[lane].load() == tagged) continue;
+    const std::uint64_t last = tagged(channel, before[lane]);
+    if (before[lane] == 0 || flushed_[lane].load() == last) continue;
     if (barred_.load() != kFree) {  // its owner takes the keys away; it waits for what is under way
       ticket[lane] = channel.marker(lane, deadline);
       continue;
@@ -444,7 +531,7 @@ void RdmaTarget::push(const char* operation, Channel& channel, std::size_t first
     if (!slot) slot.emplace(channel, deadline);
     ticket[lane] = channel.read(lane, slot->data(), sizeof(std::uint64_t), slot->lkey(lane), reach_.words_address,
                                 reach_.words_keys[channel.remote_rail(lane)], true, deadline);
-    flushed[lane] = tagged;
+    flushed[lane] = last;
   }
   if (ticket == Ticket{}) return;
   await(operation, channel, Ticket{}, ticket, deadline);
@@ -475,9 +562,9 @@ std::shared_ptr<Work> RdmaTarget::write(const void* source, std::uint64_t nbytes
     Channel& channel = begin(false, how.deadline);
     connection_->counters()->add_all(std::pair(Count::Puts, 1), std::pair(Count::BytesPut, nbytes),
                                      std::pair(Count::Copies, 1));
-    track(channel, 0,
-          channel.write_small(source, static_cast<std::uint32_t>(nbytes), reach_.address + offset_ + offset,
-                              reach_.keys[channel.remote_rail(0)], how.deadline));
+    track_silent(channel, 0,
+                 channel.write_small(source, static_cast<std::uint32_t>(nbytes), reach_.address + offset_ + offset,
+                                     reach_.keys[channel.remote_rail(0)], how.deadline));
     return 0;
   });
   return nullptr;
@@ -491,71 +578,77 @@ std::shared_ptr<Work> RdmaTarget::write_any(const void* source, std::uint64_t nb
     check_deadline("put", peer().name(), how.deadline);
     UnderWay under_way(*this, "put", how.deadline);
     Channel& channel = begin(signal.has_value(), how.deadline);
-    // A queue pair does the signal's fetch-add after its writes; it says nothing of the other lanes'.
-    if (signal) push("put", channel, 1, how.deadline);
-    Channel::Word then{};
-    if (signal) then = word(channel, *signal);
-    counters().add(Count::Puts);
-    counters().add(Count::BytesPut, nbytes);
-    if (signal) counters().add(Count::Signals);
-
-    if (nbytes <= Channel::kStaged && (nbytes == 0 || nbytes <= to_end_of_piece(offset))) {
-      Ticket ticket{};
-      if (nbytes != 0) {
-        counters().add(Count::Copies);
-        ticket[0] =
-            channel.write_staged(0, source, static_cast<std::uint32_t>(nbytes), reach_.address + offset_ + offset,
-                                 key(channel, 0, offset), signal ? &then : nullptr, how.async, how.deadline);
-      } else if (signal) {
-        ticket[0] = channel.signal(0, then, how.async, how.deadline);
-      } else {
-        return nullptr;
-      }
-      track(channel, 0, ticket[0]);
-      Ticket first = ticket;
-      if (signal && nbytes != 0) --first[0];
-      return how.async ? later("put", channel, first, ticket, how, nullptr) : nullptr;
-    }
-
-    const char* const from = static_cast<const char*>(source);
-    std::optional<Local> found;
-    try {
-      found.emplace(connection_->hub(), source, nbytes, how, false);
-    } catch (const Error& error) {
-      // Read-only memory that is shared (a mapped file) cannot be registered on Linux before 6.2, only copied.
-      if (error.error_number() != EFAULT) throw;
-      const Ticket last = write_copied(channel, from, nbytes, offset, signal ? &then : nullptr, how);
-      return how.async ? later("put", channel, Ticket{}, last, how, nullptr) : nullptr;
-    }
-    const Local& local = *found;
-    // An asynchronous signal stays behind its bytes only on one queue pair; nobody is there to send it later.
-    const bool one_lane = signal && (how.async || channel.lanes() == 1);
-    auto [first, last] = in_parts(
-        "put", channel, nbytes, one_lane, how.deadline,
-        [&](std::size_t lane, std::uint64_t at, std::uint64_t end, std::uint64_t& number) {
-          const std::uint64_t part = std::min({end - at, to_end_of_piece(offset + at), local.to_end_of_piece(from + at),
-                                               std::uint64_t{channel.longest_message()}});
-          const bool is_last = at + part == end;
-          number = channel.write(lane, from + at, static_cast<std::uint32_t>(part),
-                                 local.key(channel.local_rail(lane), from + at), reach_.address + offset_ + offset + at,
-                                 key(channel, lane, offset + at), one_lane && is_last ? &then : nullptr, is_last,
-                                 how.deadline);
-          return part;
-        });
-    if (one_lane && first == last) --first[0];  // the number is that of the signal, with the bytes right before it
-    if (how.async) return later("put", channel, first, last, how, local.hold());
-    if (signal && !one_lane) {
-      try {
-        push("put", channel, 1, how.deadline);
-        track(channel, 0, channel.signal(0, then, false, how.deadline));
-      } catch (...) {
-        give_up(channel);
-        throw;
-      }
-    }
-    await("put", channel, first, last, how.deadline);
-    return nullptr;
+    return telling(channel, signal.has_value(),
+                   [&] { return write_over(channel, source, nbytes, offset, signal, how); });
   });
+}
+
+std::shared_ptr<Work> RdmaTarget::write_over(Channel& channel, const void* source, std::uint64_t nbytes,
+                                             std::uint64_t offset, const std::optional<Signal>& signal,
+                                             const How& how) {
+  // A queue pair does the signal's fetch-add after its writes; it says nothing of the other lanes'.
+  if (signal) push("put", channel, 1, how.deadline);
+  Channel::Word then{};
+  if (signal) then = word(channel, *signal);
+  counters().add(Count::Puts);
+  counters().add(Count::BytesPut, nbytes);
+  if (signal) counters().add(Count::Signals);
+
+  if (nbytes <= Channel::kStaged && (nbytes == 0 || nbytes <= to_end_of_piece(offset))) {
+    Ticket ticket{};
+    if (nbytes != 0) {
+      counters().add(Count::Copies);
+      ticket[0] = channel.write_staged(0, source, static_cast<std::uint32_t>(nbytes), reach_.address + offset_ + offset,
+                                       key(channel, 0, offset), signal ? &then : nullptr, how.async, how.deadline);
+    } else if (signal) {
+      ticket[0] = channel.signal(0, then, how.async, how.deadline);
+    } else {
+      return nullptr;
+    }
+    track_for(how, channel, ticket[0]);
+    Ticket first = ticket;
+    if (signal && nbytes != 0) --first[0];
+    return how.async ? later("put", channel, first, ticket, how, nullptr) : nullptr;
+  }
+
+  const char* const from = static_cast<const char*>(source);
+  std::optional<Local> found;
+  try {
+    found.emplace(connection_->hub(), source, nbytes, how, false);
+  } catch (const Error& error) {
+    // Read-only memory that is shared (a mapped file) cannot be registered on Linux before 6.2, only copied.
+    if (error.error_number() != EFAULT) throw;
+    const Ticket last = write_copied(channel, from, nbytes, offset, signal ? &then : nullptr, how);
+    return how.async ? later("put", channel, Ticket{}, last, how, nullptr) : nullptr;
+  }
+  const Local& local = *found;
+  // An asynchronous signal stays behind its bytes only on one queue pair; nobody is there to send it later.
+  const bool one_lane = signal && (how.async || channel.lanes() == 1);
+  auto [first, last] = in_parts(
+      "put", channel, nbytes, one_lane, how.deadline,
+      [&](std::size_t lane, std::uint64_t at, std::uint64_t end, std::uint64_t& number) {
+        const std::uint64_t part = std::min({end - at, to_end_of_piece(offset + at), local.to_end_of_piece(from + at),
+                                             std::uint64_t{channel.longest_message()}});
+        const bool is_last = at + part == end;
+        number = channel.write(lane, from + at, static_cast<std::uint32_t>(part),
+                               local.key(channel.local_rail(lane), from + at), reach_.address + offset_ + offset + at,
+                               key(channel, lane, offset + at), one_lane && is_last ? &then : nullptr, is_last,
+                               how.deadline);
+        return part;
+      });
+  if (one_lane && first == last) --first[0];  // the number is that of the signal, with the bytes right before it
+  if (how.async) return later("put", channel, first, last, how, local.hold());
+  if (signal && !one_lane) {
+    try {
+      push("put", channel, 1, how.deadline);
+      track_silent(channel, 0, channel.signal(0, then, false, how.deadline));
+    } catch (...) {
+      give_up(channel);
+      throw;
+    }
+  }
+  await("put", channel, first, last, how.deadline);
+  return nullptr;
 }
 
 // In pieces that are copied first; the signal is on the last.
@@ -568,7 +661,7 @@ Ticket RdmaTarget::write_copied(Channel& channel, const char* source, std::uint6
     last[0] = channel.write_staged(0, source + at, static_cast<std::uint32_t>(part),
                                    reach_.address + offset_ + offset + at, key(channel, 0, offset + at),
                                    is_last ? then : nullptr, is_last && how.async, how.deadline);
-    track(channel, 0, last[0]);
+    track_for(how, channel, last[0]);
     at += part;
   }
   counters().add(Count::Copies);
@@ -637,7 +730,7 @@ void RdmaTarget::post_piece(Channel& channel, const Piece& piece, bool reads, co
           std::min({piece.nbytes - at, std::uint64_t{Channel::kStaged}, to_end_of_piece(piece.offset + at)}));
       posted.add(0, channel.write_staged(0, here + at, part, there + at, key(channel, 0, piece.offset + at), nullptr,
                                          false, how.deadline));
-      track(channel, 0, posted.last[0]);
+      track_for(how, channel, posted.last[0]);
       at += part;
     }
     counters().add(Count::Copies);
@@ -708,26 +801,33 @@ std::shared_ptr<Work> RdmaTarget::many(const char* operation, bool reads, std::s
     check_deadline(operation, peer().name(), how.deadline);
     UnderWay under_way(*this, operation, how.deadline);
     Channel& channel = begin(signal.has_value(), how.deadline);
-    counters().add(reads ? Count::Gets : Count::Puts, pieces.size());
-    counters().add(reads ? Count::BytesGot : Count::BytesPut, nbytes);
-    Posted posted;
-    // As in write_any: an asynchronous signal stays behind its bytes only on one queue pair.
-    posted.one_lane = signal && how.async;
-    if (posted.one_lane) push(operation, channel, 1, how.deadline);
-    try {
-      for (const Piece& piece : pieces) post_piece(channel, piece, reads, how, posted);
-      if (signal) {
-        if (!posted.one_lane) push(operation, channel, 1, how.deadline);
-        counters().add(Count::Signals);
-        posted.add(0, channel.signal(0, word(channel, *signal), false, how.deadline));
-        track(channel, 0, posted.last[0]);
-      }
-      return finish_many(operation, channel, posted, how);
-    } catch (...) {
-      if (posted.last != Ticket{}) give_up(channel);
-      throw;
-    }
+    return telling(channel, signal.has_value(),
+                   [&] { return many_over(channel, operation, reads, pieces, nbytes, signal, how); });
   });
+}
+
+std::shared_ptr<Work> RdmaTarget::many_over(Channel& channel, const char* operation, bool reads,
+                                            std::span<const Piece> pieces, std::uint64_t nbytes,
+                                            const std::optional<Signal>& signal, const How& how) {
+  counters().add(reads ? Count::Gets : Count::Puts, pieces.size());
+  counters().add(reads ? Count::BytesGot : Count::BytesPut, nbytes);
+  Posted posted;
+  // As in write_any: an asynchronous signal stays behind its bytes only on one queue pair.
+  posted.one_lane = signal && how.async;
+  if (posted.one_lane) push(operation, channel, 1, how.deadline);
+  try {
+    for (const Piece& piece : pieces) post_piece(channel, piece, reads, how, posted);
+    if (signal) {
+      if (!posted.one_lane) push(operation, channel, 1, how.deadline);
+      counters().add(Count::Signals);
+      posted.add(0, channel.signal(0, word(channel, *signal), false, how.deadline));
+      track_for(how, channel, posted.last[0]);
+    }
+    return finish_many(operation, channel, posted, how);
+  } catch (...) {
+    if (posted.last != Ticket{}) give_up(channel);
+    throw;
+  }
 }
 
 std::shared_ptr<Work> RdmaTarget::signal(const Signal& signal, const How& how) {
@@ -737,11 +837,13 @@ std::shared_ptr<Work> RdmaTarget::signal(const Signal& signal, const How& how) {
     check_deadline("signal", peer().name(), how.deadline);
     UnderWay under_way(*this, "signal", how.deadline);
     Channel& channel = begin(true, how.deadline);
-    push("signal", channel, 1, how.deadline);
     counters().add(Count::Signals);
     Ticket ticket{};
-    ticket[0] = channel.signal(0, word(channel, signal), how.async, how.deadline);
-    track(channel, 0, ticket[0]);
+    telling(channel, true, [&] {
+      push("signal", channel, 1, how.deadline);
+      ticket[0] = channel.signal(0, word(channel, signal), how.async, how.deadline);
+    });
+    track_for(how, channel, ticket[0]);
     return how.async ? later("signal", channel, ticket, ticket, how, nullptr) : nullptr;
   });
 }
@@ -803,7 +905,9 @@ void RdmaTarget::flush(const Deadline& deadline) {
   if (const auto error = take_untold()) throw *error;
   UnderWay under_way(*this, "flush", deadline, true);
   Channel* const channel = used_.load(std::memory_order_acquire);
-  if (channel != nullptr && !channel->ended()) push("flush", *channel, 0, deadline);
+  if (channel != nullptr && !channel->ended()) {
+    telling(*channel, true, [&] { push("flush", *channel, 0, deadline); });
+  }
   if (const auto error = take_untold()) throw *error;
   counters().add(Count::Flushes);
 }

@@ -46,11 +46,10 @@ class RdmaTarget final : public Target {
   bool quiet();
   std::uint64_t memory_id() const { return memory_id_; }
 
-  // For RdmaWork: the failure of this generation is known to the caller.
-  void told(const Channel& channel) { told_.store(channel.generation(), std::memory_order_relaxed); }
   Error explain(const Channel& channel, const char* what, const Ticket& first, const Ticket& last) const;
 
  private:
+  class RdmaWork;
   class FailedWork;
   class UnderWay;
   class Local;
@@ -60,11 +59,20 @@ class RdmaTarget final : public Target {
   void refuse(const char* operation, Access wanted, std::uint64_t offset, std::uint64_t nbytes) const;
   std::shared_ptr<Work> write_any(const void* source, std::uint64_t nbytes, std::uint64_t offset,
                                   const std::optional<Signal>& signal, const How& how);
+  std::shared_ptr<Work> write_over(Channel& channel, const void* source, std::uint64_t nbytes, std::uint64_t offset,
+                                   const std::optional<Signal>& signal, const How& how);
   Channel& begin(bool signals, const Deadline& deadline);
   void adapt(Channel& channel, bool signals, const Deadline& deadline);
-  void change_channel(Channel& channel, bool signals);
+  template <class Operation>
+  auto telling(Channel& channel, bool signals, Operation&& operation);
+  void change_channel(Channel& channel);
+  void look_for_lost(const Channel& channel);
+  void owe(Error error);
   void track(const Channel& channel, std::size_t lane, std::uint64_t number);
+  void track_silent(const Channel& channel, std::size_t lane, std::uint64_t number);
+  void track_for(const How& how, const Channel& channel, std::uint64_t number);
   Ticket tracked(const Channel& channel) const;
+  Error what_was_lost(const Channel& channel, const Ticket& last) const;
   void await(const char* operation, Channel& channel, const Ticket& first, const Ticket& last,
              const Deadline& deadline);
   void push(const char* operation, Channel& channel, std::size_t first_lane, const Deadline& deadline);
@@ -82,6 +90,8 @@ class RdmaTarget final : public Target {
   struct Posted;
   std::shared_ptr<Work> many(const char* operation, bool reads, std::span<const Piece> pieces,
                              const std::optional<Signal>& signal, const How& how);
+  std::shared_ptr<Work> many_over(Channel& channel, const char* operation, bool reads, std::span<const Piece> pieces,
+                                  std::uint64_t nbytes, const std::optional<Signal>& signal, const How& how);
   void post_piece(Channel& channel, const Piece& piece, bool reads, const How& how, Posted& posted);
   std::shared_ptr<Work> finish_many(const char* operation, Channel& channel, Posted& posted, const How& how);
   template <class Operation>
@@ -113,17 +123,21 @@ class RdmaTarget final : public Target {
   std::mutex renew_mutex_;
   std::atomic<bool> closed_{false};
   std::atomic<bool> unflushed_{false};
-  // The last work request of this target's on each lane, with its generation in the upper bits: see track().
-  std::array<std::atomic<std::uint64_t>, kMostLanes> last_{};
+  // The last work request of this target's on each lane, with its generation in the upper bits: see track(). Silent ones are of
+  // operations that were over for their caller when they were posted, and of works that nobody has any more.
+  std::array<std::atomic<std::uint64_t>, kMostLanes> last_{}, silent_{};
   std::array<std::atomic<std::uint64_t>, kMostLanes> flushed_{};
-  // The generation used last. If it ended with something not complete, that is told once: by the operation itself, by the
-  // next flush, or by the next signal, which is then not sent.
+  // The generation used last. Of what was lost with one, synchronous operations and works tell themselves. If there was something
+  // else, or a work that was not asked, the next flush tells, or the next signal, which is then not sent: once.
   std::atomic<Channel*> used_{nullptr};
-  std::atomic<std::uint32_t> told_{0};
+  std::atomic<bool> owing_{false};  // there may be something to tell
+  mutable std::mutex works_mutex_;
+  RdmaWork* works_ = nullptr;
   // fence() counts up; the next operation sees to it, and then says so.
   std::atomic<std::uint32_t> fences_{0}, fenced_{0};
   std::mutex change_mutex_;
   std::optional<Error> untold_;
+  std::uint32_t told_ = 0;  // the generation of what was put there last
   static constexpr std::size_t kMostFailed = 4096;
   std::deque<std::shared_ptr<FailedWork>> failed_;  // since the last flush
 };

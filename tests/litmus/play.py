@@ -148,6 +148,7 @@ class Play:
             is_enough = time.monotonic() > enough_s
             for peer in range(1, self.part.ranks):
                 self.window.signal(peer, 6, 1 + ENOUGH * is_enough)
+            self.window.flush()  # what is cancelled next would take it along
             return is_enough
         self.wait(6, stretches)
         return self.window.signal_value(6) >= ENOUGH
@@ -221,6 +222,7 @@ class Play:
         for peer in range(self.part.ranks):
             if peer != self.rank:
                 self.window.signal(peer, 7)
+        self.window.flush()
         self.wait(7, (self.part.ranks - 1) * self._met)
 
     def finish(self, work: Work) -> None:

@@ -65,7 +65,7 @@ def play(folder: Path, tests: list[str], limit_s: float = 110) -> subprocess.Com
     environment = {**os.environ, "PYTHONPATH": str(folder), "ONESIDED_LITMUS_ROUNDS": ROUNDS}
     # In that folder, as Python looks for modules first where it is started.
     return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=110, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=limit_s, check=False
     )
 
 

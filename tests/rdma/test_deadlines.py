@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from fake_verbs import Device, FakeVerbs, Pair, connected, windows
+from fake_verbs import Device, FakeVerbs, Pair, Status, connected, windows
 from harness import raises, same, wait_until
 
-from onesided import DeadlineExceeded
+from onesided import ConnectionLost, DeadlineExceeded, OnesidedError, Window, Work
 
 MIB = 1 << 20
 OLD, NEW, LAST = 0x11, 0xEE, 0x22
@@ -84,6 +84,12 @@ def synchronous(fake: FakeVerbs, use: str, nbytes: int) -> None:
             assert (landing == NEW).all(), "something landed after the deadline"
             assert pair.array.view(np.uint64)[0] in (0, int.from_bytes(bytes([OLD] * 8), "little"))
             wait_until(lambda: all(work.done() for work in before), "what was under way is over")  # noqa: B023
+            for work in before:
+                assert isinstance(work.exception(), OnesidedError)
+            if use == "flush":
+                fake.release_all()
+                with raises(ConnectionLost, "an earlier operation to b was lost"):
+                    pair.connection.flush(pair.remote, timeout_s=20)
             if not use.startswith("close"):
                 usable_again(fake, pair)
 
@@ -227,6 +233,65 @@ def one_peer_only(fake: FakeVerbs) -> None:
 
 def test_a_deadline_of_one_peer_leaves_others_alone(alone) -> None:
     alone(one_peer_only)
+
+
+ENDS: dict[str, Callable[[FakeVerbs, Window], object]] = {
+    "a work's deadline": lambda fake, near: near.put(LARGE, 1, async_op=True).wait(PASSES_S),
+    "a put's deadline": lambda fake, near: near.put(LARGE, 1, timeout_s=PASSES_S),
+    "a get's deadline": lambda fake, near: near.get(np.zeros(8, np.uint8), 1, timeout_s=PASSES_S),
+    "a flush's deadline": lambda fake, near: near.flush(1, timeout_s=PASSES_S),
+    "the failure of a work": lambda fake, near: fails(fake, near.put(LARGE, 1, async_op=True)),
+}
+TELLS: dict[str, Callable[[Window], object]] = {
+    "flush": lambda near: near.flush(1, timeout_s=20),
+    "flush of all": lambda near: near.flush(timeout_s=20),
+    "signal": lambda near: near.signal(1, 0, timeout_s=20),
+    "put with a signal": lambda near: near.put(b"a signal behind it", 1, 100, signal=0, timeout_s=20),
+    "asynchronous signal": lambda near: near.signal(1, 0, async_op=True, timeout_s=20).wait(),
+    "put behind a fence": lambda near: (near.fence(1), near.put(b"after it", 1, 100, timeout_s=20)),
+}
+IS_LOST: dict[str, Callable[[Window], object]] = {
+    "put": lambda near: near.put(b"lost", 1),
+    "work that nobody has": lambda near: near.put(LARGE, 1, async_op=True) and None,
+    "signal": lambda near: near.signal(1, 1),
+    "put with a signal": lambda near: near.put(b"lost", 1, signal=1),
+    "puts of small pieces": lambda near: near.put_many([(b"lost", 0), (b"lost", 8)], 1),
+}
+LARGE = np.full(MIB, OLD, np.uint8)
+
+
+def fails(fake: FakeVerbs, work: Work) -> None:
+    fake.fail_completion(Status.RETRY_EXC_ERR)
+    fake.release_all()
+    work.wait(20)
+
+
+def lost_with_another(fake: FakeVerbs) -> None:
+    """What was over for its caller when it was posted, and ends with another operation, is told once, by whatever says
+    that all before it is there: however the other ended, and although that was told."""
+    with windows(2, MIB) as (near, far):
+        signals = 0
+        for is_lost in IS_LOST.values():
+            for end in ENDS.values():
+                for tells in TELLS.values():
+                    fake.hold()
+                    is_lost(near)
+                    with raises((DeadlineExceeded, ConnectionLost)):
+                        end(fake, near)
+                    fake.release_all()
+                    fake.deliver_immediately()
+                    with raises(ConnectionLost, "earlier operation"):
+                        tells(near)
+                    near.flush(timeout_s=20)
+                    assert (far.signal_value(0), far.signal_value(1)) == (signals, 0)
+                    near.put(b"well", 1, signal=0)
+                    signals += 1
+                    near.flush(timeout_s=20)
+                    assert far.signal_value(0) == signals
+
+
+def test_what_is_lost_with_another_operation_is_told(alone) -> None:
+    alone(lost_with_another, devices=2)
 
 
 def again_and_again(fake: FakeVerbs) -> None:
