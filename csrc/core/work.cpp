@@ -216,15 +216,11 @@ bool Strand::over(std::uint64_t last) {
   return (running_ == nullptr || running_->number_ > last) && (queue_.empty() || queue_.front()->number_ > last);
 }
 
-// Ends what is queued or running up to number `last`, and returns when it has ended. The caller tells of it.
+// Ends what is queued or running up to number `last`, and returns when it has ended.
 void Strand::cancel_up_to(std::uint64_t last) {
   std::unique_lock lock(mutex_);
-  if (running_ != nullptr && running_->number_ <= last) {
-    running_->cancelled_.store(true);
-    running_->observed_.store(true);
-  }
-  auto end = queue_.begin();
-  for (; end != queue_.end() && (*end)->number_ <= last; ++end) (*end)->observed_.store(true);
+  if (running_ != nullptr && running_->number_ <= last) running_->cancelled_.store(true);
+  const auto end = std::find_if(queue_.begin(), queue_.end(), [&](const auto& work) { return work->number_ > last; });
   end_queued(lock, queue_.begin(), end);
   InterruptScope undisturbed(nullptr);
   changed_.await([&] { return over(last); }, Deadline::never());
@@ -236,8 +232,7 @@ void Strand::drain(const Deadline& deadline) {
   const std::uint64_t last = issued_.load();
   if (!changed_.await([&] { return over(last); }, deadline)) {
     cancel_up_to(last);
-    std::lock_guard lock(mutex_);
-    forget_failures([](const auto& work) { return work->observed_.load(); });
+    // Who only tries again does not hear of what was cancelled: the next time that is told.
     fail(ErrorKind::DeadlineExceeded,
          "the deadline passed before all earlier operations were complete; the rest are cancelled");
   }
@@ -249,7 +244,9 @@ void Strand::drain(const Deadline& deadline) {
     forget_failures(earlier);
   }
   for (const auto& work : failed) {
-    if (!work->observed_.exchange(true)) throw *work->error_;
+    if (work->observed_.exchange(true)) continue;
+    if (work->error_->kind() != ErrorKind::DeadlineExceeded) throw *work->error_;
+    fail(ErrorKind::ConnectionLost, "an earlier operation was lost: ", work->error_->what());
   }
 }
 

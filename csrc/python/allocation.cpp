@@ -55,8 +55,33 @@ std::shared_ptr<Allocation> allocation_of(nb::handle object, void* data, std::ui
       .first->second.allocation;
 }
 
-bool is_named(PyTypeObject* type, const char* name) {
-  return std::strcmp(type->tp_name, name) == 0;
+bool is_array(nb::handle object) {
+  static PyTypeObject* type = nullptr;
+  PyTypeObject* const its = Py_TYPE(object.ptr());
+  if (its == type) return true;
+  if (std::strcmp(its->tp_name, "numpy.ndarray") != 0) return false;
+  type = its;
+  return true;
+}
+
+// The allocation that an array or a view of one lies in. What it is a view of, if that is something else.
+nb::object identify_array(nb::object owner, How& how) {
+  while (is_array(owner)) {
+    // numpy refuses to resize what is weakly referenced, as arrays are that are known here: one look is enough.
+    if (const auto known = tracked().find(owner.ptr()); known != tracked().end()) {
+      how.allocation = known->second.allocation;
+      return nb::object();
+    }
+    nb::object base = owner.attr("base");
+    if (base.is_none()) {
+      const auto data = nb::cast<std::uintptr_t>(owner.attr("__array_interface__")["data"][0]);
+      how.allocation =
+          allocation_of(owner, reinterpret_cast<void*>(data), nb::cast<std::uint64_t>(owner.attr("nbytes")), false);
+      return nb::object();
+    }
+    owner = std::move(base);
+  }
+  return owner;
 }
 
 }  // namespace
@@ -86,25 +111,17 @@ void identify(nb::handle object, How& how) {
     return;
   }
   try {
-    if (nb::hasattr(object, "untyped_storage")) {
+    nb::object owner = nb::borrow(object);
+    if (is_array(object)) {
+      owner = identify_array(std::move(owner), how);
+      if (!owner.is_valid()) return;
+    } else if (nb::hasattr(object, "untyped_storage")) {
       // The Python object of a storage lives as long as the storage itself, whoever else uses that.
       const nb::object storage = object.attr("untyped_storage")();
       const auto data = nb::cast<std::uintptr_t>(storage.attr("data_ptr")());
       how.allocation = allocation_of(storage, reinterpret_cast<void*>(data),
                                      nb::cast<std::uint64_t>(storage.attr("nbytes")()), true);
       return;
-    }
-    nb::object owner = nb::borrow(object);
-    while (is_named(Py_TYPE(owner.ptr()), "numpy.ndarray")) {
-      nb::object base = owner.attr("base");
-      if (base.is_none()) {
-        const auto data = nb::cast<std::uintptr_t>(owner.attr("__array_interface__")["data"][0]);
-        how.allocation =
-            // numpy refuses to resize what is weakly referenced, as this is from now on.
-            allocation_of(owner, reinterpret_cast<void*>(data), nb::cast<std::uint64_t>(owner.attr("nbytes")), false);
-        return;
-      }
-      owner = std::move(base);
     }
     while (PyMemoryView_Check(owner.ptr())) owner = nb::borrow(owner.attr("obj"));
     if (owner.type().is(memory_type) || owner.type().is(view_type)) identify(owner, how);

@@ -793,6 +793,7 @@ void Channel::let_go(std::vector<Kept>& over) {
   const bool all = ended();
   for (auto kept = kept_.begin(); kept != kept_.end();) {
     if (!all && !complete(kept->ticket)) {
+      if (lanes_.size() == 1) break;  // nor are those behind it
       ++kept;
       continue;
     }

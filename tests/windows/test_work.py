@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from harness import Kind, Processes, Threads, parent, pattern, raises, same
 
-from onesided import DeadlineExceeded, Group, StaleHandle, Window, Work
+from onesided import ConnectionLost, DeadlineExceeded, Group, StaleHandle, Window, Work
 
 Ranks = Threads | Processes
 MIB = 1 << 20
@@ -193,6 +193,37 @@ def test_case_32_a_deadline_is_a_fence(
     team[0].said()
     team[1].resume()
     processes.finish(team)
+
+
+def tried_again(group: Group, kind: Kind, private: bool) -> None:
+    """Who only tries again when flush was late hears what was cancelled, before a signal says that it is there."""
+    nbytes = 64 * MIB
+    window = make_window(group, kind, nbytes, private)
+    if group.rank == 0:
+        source = np.full(nbytes, 1, np.uint8)
+        for again in (
+            lambda: window.flush(1),
+            lambda: window.flush(),
+            lambda: window.signal(1, 0),
+            lambda: window.put(b"behind it", 1, signal=0),
+        ):
+            works = [window.put(source, 1, async_op=True) for _ in range(20)]
+            with raises(DeadlineExceeded):
+                window.flush(1, timeout_s=0)
+            with raises(ConnectionLost, "an earlier operation"):
+                again()
+            window.flush()
+            assert isinstance(works[-1].exception(), DeadlineExceeded)
+        window.signal(1, 0)
+    else:
+        assert window.wait_signal(0, 1) == 1
+    group.barrier()
+    window.close()
+
+
+@pytest.mark.parametrize("private", [False, True], ids=["allocated", "private"])
+def test_what_a_late_flush_cancelled_is_told_when_it_is_tried_again(ranks: Ranks, lasting: Kind, private: bool) -> None:
+    ranks.run(tried_again, 2, lasting, private)
 
 
 def running_is_fenced(group: Group, kind: Kind, private: bool, how: str) -> None:
