@@ -144,6 +144,11 @@ void ShmTarget::check(const char* operation, Access wanted, std::uint64_t offset
   }
 }
 
+void ShmTarget::check_all(const char* operation, Access wanted, std::span<const Piece> pieces) const {
+  check(operation, wanted, 0, 0);  // of no pieces, too
+  for (const Piece& piece : pieces) check(operation, wanted, piece.offset, piece.nbytes);
+}
+
 // ---- Operations ---------------------------------------------------------------------------------------------------
 
 // Runs an operation of the caller's; counts it as one to flush, or as an error.
@@ -202,7 +207,7 @@ std::shared_ptr<Work> ShmTarget::read(void* destination, std::uint64_t nbytes, s
 std::shared_ptr<Work> ShmTarget::write_many(std::span<const Piece> pieces, const std::optional<Signal>& signal,
                                             const How& how) {
   return counted([&] {
-    for (const Piece& piece : pieces) check("put", Access::Write, piece.offset, piece.nbytes);
+    check_all("put", Access::Write, pieces);
     if (signal) check_signal("put", at_.peer->name(), signal->index, at_.control.signals());
     const std::vector<Piece> own(pieces.begin(), how.async ? pieces.end() : pieces.begin());
     return issue("put", signal, how, [=](ShmTarget& target, Checkpoint& between) {
@@ -213,7 +218,7 @@ std::shared_ptr<Work> ShmTarget::write_many(std::span<const Piece> pieces, const
 
 std::shared_ptr<Work> ShmTarget::read_many(std::span<const Piece> pieces, const How& how) {
   return counted([&] {
-    for (const Piece& piece : pieces) check("get", Access::Read, piece.offset, piece.nbytes);
+    check_all("get", Access::Read, pieces);
     const std::vector<Piece> own(pieces.begin(), how.async ? pieces.end() : pieces.begin());
     return issue("get", std::nullopt, how,
                  [=](ShmTarget& target, Checkpoint& between) { target.read_now(own.empty() ? pieces : own, between); });

@@ -71,6 +71,7 @@ class ShmTarget final : public Target {
   template <class Now>
   std::shared_ptr<Work> issue(const char* operation, const std::optional<Signal>& signal, const How& how, Now&& now);
   void check(const char* operation, Access wanted, std::uint64_t offset, std::uint64_t nbytes) const;
+  void check_all(const char* operation, Access wanted, std::span<const Piece> pieces) const;
   void write_now(const void* source, std::uint64_t nbytes, std::uint64_t offset, const std::optional<Signal>& signal,
                  Checkpoint& between);
   void read_now(void* destination, std::uint64_t nbytes, std::uint64_t offset, Checkpoint& between);

@@ -376,6 +376,7 @@ void RdmaTarget::owe(Error error) {
   std::lock_guard lock(change_mutex_);
   untold_ = std::move(error);
   owing_.store(true);
+  unflushed_.store(true);
 }
 
 // With change_mutex_: what was silent and was lost with a generation that has ended is to be told.
@@ -420,6 +421,7 @@ void RdmaTarget::track_for(const How& how, const Channel& channel, std::uint64_t
     track(channel, 0, number);
   } else {
     track_silent(channel, 0, number);
+    unflushed_.store(true, std::memory_order_relaxed);  // whatever comes of the operation
   }
 }
 
@@ -792,9 +794,11 @@ std::shared_ptr<Work> RdmaTarget::read_many(std::span<const Piece> pieces, const
 std::shared_ptr<Work> RdmaTarget::many(const char* operation, bool reads, std::span<const Piece> pieces,
                                        const std::optional<Signal>& signal, const How& how) {
   return counted(how, [&]() -> std::shared_ptr<Work> {
+    const Access wanted = reads ? Access::Read : Access::Write;
+    check(operation, wanted, 0, 0);  // of no pieces, too
     std::uint64_t nbytes = 0;
     for (const Piece& piece : pieces) {
-      check(operation, reads ? Access::Read : Access::Write, piece.offset, piece.nbytes);
+      check(operation, wanted, piece.offset, piece.nbytes);
       nbytes += piece.nbytes;
     }
     if (signal) check_signal(operation, peer().name(), signal->index, signals_);
@@ -902,13 +906,18 @@ std::uint64_t RdmaTarget::atomic(const Atomic& what, const Deadline& deadline) {
 void RdmaTarget::flush(const Deadline& deadline) {
   check_not_forked(made_in_, "this window");
   unflushed_.store(false, std::memory_order_relaxed);  // first: what is issued from here on is for the next flush
-  if (const auto error = take_untold()) throw *error;
-  UnderWay under_way(*this, "flush", deadline, true);
-  Channel* const channel = used_.load(std::memory_order_acquire);
-  if (channel != nullptr && !channel->ended()) {
-    telling(*channel, true, [&] { push("flush", *channel, 0, deadline); });
+  try {
+    if (const auto error = take_untold()) throw *error;
+    UnderWay under_way(*this, "flush", deadline, true);
+    Channel* const channel = used_.load(std::memory_order_acquire);
+    if (channel != nullptr && !channel->ended()) {
+      telling(*channel, true, [&] { push("flush", *channel, 0, deadline); });
+    }
+    if (const auto error = take_untold()) throw *error;
+  } catch (...) {
+    unflushed_.store(true);  // there may be more to tell
+    throw;
   }
-  if (const auto error = take_untold()) throw *error;
   counters().add(Count::Flushes);
 }
 

@@ -1,6 +1,7 @@
 """A deadline is a fence (case 32): the device holds everything, the deadline passes, the source is overwritten, the
 device goes on. Nothing of the new bytes may arrive then."""
 
+import contextlib
 from collections.abc import Callable
 
 import numpy as np
@@ -118,6 +119,8 @@ def asynchronous(fake: FakeVerbs, nbytes: int, how: str) -> None:
             near.put(source, 1, async_op=True, timeout_s=own),
             near.get(landing, 1, async_op=True, timeout_s=own),
             near.put(source, 1, MIB - nbytes, async_op=True, timeout_s=own),
+            near.put_many([(source, 0), (source[:9], MIB // 2)], 1, async_op=True, timeout_s=own),
+            near.get_many([(landing, 0), (landing[:9], 9)], 1, async_op=True, timeout_s=own),
             near.signal(1, 0, async_op=True, timeout_s=own) if nbytes < 100_000 else None,  # waits on two rails
         ]
         works = [work for work in works if work is not None]
@@ -147,6 +150,35 @@ def asynchronous(fake: FakeVerbs, nbytes: int, how: str) -> None:
 @pytest.mark.parametrize("how", ["wait", "own deadline", "flush"])
 def test_case_32_for_asynchronous_operations(alone, how: str, size: str, rails: int) -> None:
     alone(asynchronous, SIZES[size], how, devices=rails)
+
+
+def many_pieces(fake: FakeVerbs, nbytes: int) -> None:
+    """The same for synchronous ones of many pieces, whose small ones are copied and large ones read where they lie."""
+    with windows(2, MIB) as (near, far):
+        source, landing = np.full(nbytes, OLD, np.uint8), np.zeros(nbytes, np.uint8)
+        fake.hold()
+        with raises(DeadlineExceeded):
+            near.put_many([(source[:8], MIB - 8), (source, 0)], 1, signal=0, timeout_s=PASSES_S)
+        source[:] = NEW
+        with raises((DeadlineExceeded, ConnectionLost)):
+            near.get_many([(landing, 0), (landing[:8], 100)], 1, timeout_s=PASSES_S)
+        landing[:] = NEW
+        assert fake.pending() == 0
+        fake.release_all()
+        assert not (far.array == NEW).any()
+        assert (landing == NEW).all()
+        assert far.signal_value(0) == 0
+        with contextlib.suppress(ConnectionLost):  # the small piece had been posted
+            near.flush(timeout_s=20)
+        near.put(np.full(MIB, LAST, np.uint8), 1, signal=0, timeout_s=20)
+        far.wait_signal(0, 1, timeout_s=20)
+        assert (far.array == LAST).all()
+
+
+@pytest.mark.parametrize("rails", [1, 2])
+@pytest.mark.parametrize("nbytes", [5000, MIB])
+def test_case_32_for_many_pieces(alone, nbytes: int, rails: int) -> None:
+    alone(many_pieces, nbytes, devices=rails)
 
 
 def done_passes(fake: FakeVerbs) -> None:
@@ -240,6 +272,7 @@ ENDS: dict[str, Callable[[FakeVerbs, Window], object]] = {
     "a put's deadline": lambda fake, near: near.put(LARGE, 1, timeout_s=PASSES_S),
     "a get's deadline": lambda fake, near: near.get(np.zeros(8, np.uint8), 1, timeout_s=PASSES_S),
     "a flush's deadline": lambda fake, near: near.flush(1, timeout_s=PASSES_S),
+    "a flush of all's deadline": lambda fake, near: near.flush(timeout_s=PASSES_S),
     "the failure of a work": lambda fake, near: fails(fake, near.put(LARGE, 1, async_op=True)),
 }
 TELLS: dict[str, Callable[[Window], object]] = {

@@ -47,6 +47,14 @@ def uses_of(window: Window, peer: int) -> dict[str, Callable[[], object]]:
         "signal": lambda: window.signal(peer, 0),
         "fetch_add": lambda: window.fetch_add(peer, 0, 1),
         "compare_swap": lambda: window.compare_swap(peer, 0, 0, 1),
+        "swap": lambda: window.swap(peer, 0, 1),
+        "add to 4 bytes": lambda: window.fetch_add(peer, 0, 1, word_nbytes=4),
+        "put_many": lambda: window.put_many([(b"x", 0), (bytes(9000), 1)], peer),
+        "put_many with signal": lambda: window.put_many([(b"x", 0)], peer, signal=0),
+        "put_many of nothing": lambda: window.put_many([], peer),
+        "async put_many": lambda: window.put_many([(b"x", 0)], peer, async_op=True).wait(),
+        "get_many": lambda: window.get_many([(bytearray(1), 0), (bytearray(9000), 1)], peer),
+        "fence": lambda: window.fence(peer),
         "flush": lambda: window.flush(peer),
     }
 
@@ -56,7 +64,7 @@ def uses_of(window: Window, peer: int) -> dict[str, Callable[[], object]]:
 
 def survive(group: Group, kind: Kind) -> None:
     """Rank 2 is killed while idle; ranks 0 and 1 go on with each other."""
-    window = Window.allocate(group, 64, signals=5, transport=kind.name)
+    window = Window.allocate(group, 16384, signals=5, origin_signals=1, transport=kind.name)
     group.barrier()
     if group.rank == 2:
         parent.say("ready")
@@ -71,6 +79,10 @@ def survive(group: Group, kind: Kind) -> None:
         window.wait_signal(0, 1, source=2)
     with raises(ConnectionLost, "rank 2"):
         window.wait_signal(0)
+    with raises(ConnectionLost, "rank 2"):
+        window.wait_any([(0, 1), (1, 1)])
+    with raises(ConnectionLost, "rank 2"):
+        window.wait_signal(window.origin_signal(0, 2), 1, source=2)
     parent.say(time.monotonic() - begun)
     for name, use in uses_of(window, 2).items():
         with raises(ConnectionLost, "rank 2"):
