@@ -1,9 +1,11 @@
 """What is promised once an operation is over: of its source, of its bytes, after a deadline, after a window's end."""
 
+import contextlib
+
 import numpy as np
 from litmus.play import LARGEST, ROOM, Bytes, Litmus, Play, contents
 
-from onesided import DeadlineExceeded, StaleHandle, Work
+from onesided import ConnectionLost, DeadlineExceeded, StaleHandle, Work
 
 DATA, SEEN = 0, 1  # signals
 FLAG = 0  # the offset of a word that only atomics change
@@ -145,6 +147,10 @@ def late_write_after_deadline(play: Play) -> None:
                 pass
             x[:] = POISON
             play.delay()
+            with contextlib.suppress(
+                ConnectionLost
+            ):  # of what was cancelled: the signal would tell that, and not be sent
+                play.window.flush(1)
             play.window.signal(1, DATA)
             play.wait(SEEN, turn)
         else:
