@@ -138,10 +138,7 @@ class RdmaTarget::UnderWay {
     try {
       for (;;) {
         if (target_.closed_.load()) fail(ErrorKind::StaleHandle, operation, ": this window is closed");
-        if (target_.revoked() && !revoked_too) {
-          fail(ErrorKind::StaleHandle, operation, ": the memory of ", target_.peer().name(),
-               " was closed, or the access to it revoked");
-        }
+        if (target_.revoked() && !revoked_too) target_.fail_revoked(operation);
         if (target_.peer().lost()) target_.peer().fail_lost(operation);
         if (target_.barred_.load() <= kRevoked) return;
         end();
@@ -247,6 +244,11 @@ void RdmaTarget::renew(const char* operation, const Deadline& deadline) {
       [[unlikely]] {
     refuse(operation, wanted, offset, nbytes);
   }
+}
+
+void RdmaTarget::fail_revoked(const char* operation) const {
+  fail(ErrorKind::StaleHandle, operation, ": the memory of ", peer().name(),
+       " was closed, or the access to it revoked");
 }
 
 void RdmaTarget::refuse(const char* operation, Access wanted, std::uint64_t offset, std::uint64_t nbytes) const {
@@ -924,6 +926,7 @@ void RdmaTarget::flush(const Deadline& deadline) {
 void RdmaTarget::fence() {
   check_not_forked(made_in_, "this window");
   if (closed_.load()) fail(ErrorKind::StaleHandle, "fence: this window is closed");
+  if (revoked()) fail_revoked("fence");
   if (peer().lost()) peer().fail_lost("fence");
   fences_.fetch_add(1);
 }

@@ -56,6 +56,7 @@ class RdmaTarget final : public Target {
 
   void renew(const char* operation, const Deadline& deadline);
   void check(const char* operation, Access wanted, std::uint64_t offset, std::uint64_t nbytes) const;
+  [[noreturn]] void fail_revoked(const char* operation) const;
   void refuse(const char* operation, Access wanted, std::uint64_t offset, std::uint64_t nbytes) const;
   std::shared_ptr<Work> write_any(const void* source, std::uint64_t nbytes, std::uint64_t offset,
                                   const std::optional<Signal>& signal, const How& how);
