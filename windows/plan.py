@@ -1,6 +1,7 @@
 """Plans: pieces of tensors, described once and moved again and again."""
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -29,18 +30,20 @@ class Plan(_core.Plan):
 
         Raises LayoutError if the last dimension is not dense, BoundsError for strides that are negative or too few.
         """
+        if not hasattr(view, "shape") or not (hasattr(view, "is_contiguous") or hasattr(view, "flags")):
+            raise TypeError(f"view must be a tensor or an array, not {type(view).__name__}")
         shape, itemsize = tuple(int(size) for size in view.shape), item_nbytes(view)
         if not shape:
             return cls([(view, offset_bytes)])
         if columns is not None:
             if strides_bytes is not None:
                 raise TypeError("give strides_bytes or columns, not both")
-            if columns < shape[-1]:
+            if (columns := operator.index(columns)) < shape[-1]:
                 raise BoundsError(f"rows of {columns} elements do not hold {shape[-1]}")
             strides_bytes = dense_strides((*shape[:-1], columns), itemsize)
         elif strides_bytes is None:
             strides_bytes = dense_strides(shape, itemsize)
-        strides = [int(stride) for stride in strides_bytes]
+        strides = [operator.index(stride) for stride in strides_bytes]
         if len(strides) != len(shape) - 1 or any(stride < 0 for stride in strides):
             raise BoundsError(
                 f"strides_bytes must be {len(shape) - 1} numbers of at least 0, not {list(strides_bytes)}"

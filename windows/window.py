@@ -3,6 +3,8 @@
 import contextlib
 import json
 import logging
+import operator
+import secrets
 import sys
 import time
 from collections.abc import Callable
@@ -81,6 +83,7 @@ class Window(_core.Window):
         self._counters = counters
         self._registered: Registered | None = None
         self._bind: Callable[..., bytes] | None = None
+        self._tickets: list[tuple[str, str]] = []  # the name given to permit(), the one that the transport knows
         self._on_close = on_close
 
     # ---- Making windows ------------------------------------------------------------------------------------------
@@ -404,7 +407,7 @@ class Window(_core.Window):
         """
         if self._counters is None or self.rank is None:
             raise Unsupported(f"window {self.name!r} belongs to no group: its signals are shared by all origins")
-        origin = self.rank if origin is None else origin
+        index, origin = operator.index(index), self.rank if origin is None else operator.index(origin)
         if not 0 <= index < self._counters.of_origin or not 0 <= origin < self.size:
             raise BoundsError(
                 f"there is no signal {index} of rank {origin}: window {self.name!r} has {self._counters.of_origin} for "
@@ -423,35 +426,49 @@ class Window(_core.Window):
     def permit(self, peer: str, access: str = "rw") -> str:
         """Lets one more attach to an exposed window, with rights of its own; returns its ticket, which is a secret.
 
-        `peer` is any name, by which revoke() knows it; `access` is "r", "w" or "rw", at most what the window permits.
-        The peer passes the ticket to attach(), as often as it likes. Give it over a way that others cannot read.
+        `peer` is any name, by which revoke() knows all tickets that it got; `access` is "r", "w" or "rw", at most what
+        the window permits. The peer passes the ticket to attach(), as often as it likes, until it is revoked; it opens
+        this window and no other. Give it over a way that others cannot read.
         Raises Unsupported on windows of a group, whose ranks know each other, and on attached ones.
         """
         if self._registered is None or self._bind is None or self.closed:
             raise self._not_mine("permit")
         if not isinstance(peer, str) or not peer:
             raise TypeError(f"peer must be a name, not {peer!r}")
-        self._registered.permit(peer, access)
-        return self._bind(shared=True, peer=peer).hex()
+        if access not in ("r", "w", "rw"):
+            raise BoundsError(f'access must be "r", "w" or "rw", not {access!r}')
+        # A name of its own for each ticket: it opens no other window, and stays worthless once it was revoked.
+        holder = f"{peer} ({secrets.token_hex(8)})"
+        self._registered.permit(holder, access)
+        self._tickets.append((peer, holder))
+        return self._bind(shared=True, peer=holder).hex()
 
     def revoke(self, peer: int | str, timeout_s: float | None = 5.0) -> None:
         """Ends the access of one peer to this rank's memory and signals, for good; not collective.
 
-        `peer`: a rank, or the name given to permit(). When it returns, none of that peer's operations is under way, and
-        none succeeds any more: they fail with StaleHandle there. The others are not disturbed.
+        `peer`: a rank, or the name given to permit(), all of whose tickets become worthless. (To a public window
+        anybody can attach without one.) When it returns, none of that peer's operations is under way, and none succeeds
+        any more: they fail with StaleHandle there. The others are not disturbed.
 
         Raises DeadlineExceeded if the peer was stopped in the middle of an operation on shm: call it again;
         RegistrationError if over RDMA the memory cannot be registered twice for a moment, then nothing has changed.
         """
         if self._registered is None or self.closed:
             raise self._not_mine("revoke")
-        if isinstance(peer, bool) or not isinstance(peer, int if self._bind is None else str):
+        if isinstance(peer, bool) or not isinstance(peer, int if self._bind is None else str) or peer == "":
             raise TypeError(
                 f"peer must be {'a rank' if self._bind is None else 'a name given to permit'}, not {peer!r}"
             )
         if isinstance(peer, int) and (not 0 <= peer < self.size or peer == self.rank):
             raise BoundsError(f"revoke: rank {peer} is not another rank of window {self.name!r}")
-        self._registered.revoke(peer if isinstance(peer, str) else peer_name(peer), Countdown(timeout_s))
+        countdown = Countdown(timeout_s)
+        if isinstance(peer, int):
+            self._registered.revoke(peer_name(peer), countdown)
+            return
+        for ticket in [ticket for ticket in self._tickets if ticket[0] == peer]:
+            self._registered.revoke(ticket[1], countdown)
+            with contextlib.suppress(ValueError):  # another thread was faster
+                self._tickets.remove(ticket)
 
     def _not_mine(self, operation: str) -> OnesidedError:
         if self.closed:
@@ -521,7 +538,11 @@ class Counters(NamedTuple):
                 raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
             if value < 0:
                 raise BoundsError(f"{name} must be at least 0, not {value}")
-        return self.shared + self.of_origin * ranks
+        if (total := self.shared + self.of_origin * ranks) > 1 << 20:
+            raise BoundsError(
+                f"{self.shared} signals and {self.of_origin} for each of {ranks} origins are too many: 2**20 at most"
+            )
+        return total
 
     def spelled(self) -> str:
         """For the other ranks."""

@@ -66,6 +66,18 @@ struct Atomic {
   }
 };
 
+// Runs `check` for each; what it throws names the piece.
+template <class Check>
+void check_pieces(std::span<const Piece> pieces, Check&& check) {
+  for (const Piece& piece : pieces) {
+    try {
+      check(piece);
+    } catch (const Error& error) {
+      throw Error(error.kind(), text("piece ", &piece - pieces.data(), ": ", error.what()), error.error_number());
+    }
+  }
+}
+
 class Memory;
 
 // The memory of one object of the caller's, a tensor's storage for instance, from its birth to its death. What transports keep

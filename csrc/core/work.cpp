@@ -160,11 +160,11 @@ bool Strand::run_one() {
 // With mutex_ held, so that who is told the outcome and then asks this strand finds it counted.
 void Strand::settle(const std::shared_ptr<StrandWork>& work, std::optional<Error> error) {
   failures_ += error.has_value();
-  const bool remember = error && failed_.size() < kMostQueued;
+  const bool failed = error.has_value(), remember = failed && failed_.size() < kMostQueued;
   work->finish(std::move(error));
   if (remember) {
     failed_.push_back(work);
-  } else {
+  } else if (!failed || uncounted_++ != 0) {
     unsettled_.fetch_sub(1);
   }
 }
@@ -175,15 +175,30 @@ void Strand::forget_failures(Which&& which) {
   unsettled_.fetch_sub(std::erase_if(failed_, which));
 }
 
-std::uint64_t Strand::failures_told() {
-  std::lock_guard lock(mutex_);
-  return failures_ - static_cast<std::uint64_t>(std::count_if(
-                         failed_.begin(), failed_.end(), [](const auto& work) { return !work->observed_.load(); }));
+// With mutex_ held. Whether there were failures beyond those that are remembered; there are none from here on.
+bool Strand::forget_uncounted() {
+  if (uncounted_ == 0) return false;
+  uncounted_ = 0;
+  unsettled_.fetch_sub(1);
+  return true;
 }
 
-bool Strand::failed_beyond(std::uint64_t told) {
+std::uint64_t Strand::failures_told() {
   std::lock_guard lock(mutex_);
-  return failures_ > told;
+  return failures_ - uncounted_ -
+         static_cast<std::uint64_t>(
+             std::count_if(failed_.begin(), failed_.end(), [](const auto& work) { return !work->observed_.load(); }));
+}
+
+std::optional<Error> Strand::failed_beyond(std::uint64_t told) {
+  std::lock_guard lock(mutex_);
+  if (failures_ <= told) return std::nullopt;
+  std::optional<Error> first;
+  for (const auto& work : failed_) {
+    if (!work->observed_.exchange(true) && !first) first = work->error_;
+  }
+  forget_uncounted();
+  return first ? *first : Error(ErrorKind::ConnectionLost, "it was told meanwhile");
 }
 
 void Strand::cancel(const std::shared_ptr<StrandWork>& work) {
@@ -237,17 +252,21 @@ void Strand::drain(const Deadline& deadline) {
          "the deadline passed before all earlier operations were complete; the rest are cancelled");
   }
   Queue failed;
+  bool others;
   {
     const auto earlier = [&](const auto& work) { return work->number_ <= last; };
     std::lock_guard lock(mutex_);
     std::copy_if(failed_.begin(), failed_.end(), std::back_inserter(failed), earlier);
     forget_failures(earlier);
+    others = forget_uncounted();
   }
   for (const auto& work : failed) {
     if (work->observed_.exchange(true)) continue;
     if (work->error_->kind() != ErrorKind::DeadlineExceeded) throw *work->error_;
     fail(ErrorKind::ConnectionLost, "an earlier operation was lost: ", work->error_->what());
   }
+  if (others)
+    fail(ErrorKind::ConnectionLost, "more than ", kMostQueued, " earlier operations failed, one after the other");
 }
 
 bool Strand::close(const Deadline& deadline) {
@@ -268,6 +287,7 @@ bool Strand::close(const Deadline& deadline) {
   {
     std::lock_guard lock(mutex_);
     forget_failures([](const auto&) { return true; });
+    forget_uncounted();
   }
   if (interrupted != nullptr) std::rethrow_exception(interrupted);
   return in_time;

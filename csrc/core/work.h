@@ -80,9 +80,9 @@ class Strand : public std::enable_shared_from_this<Strand> {
   void drain(const Deadline& deadline);
 
   // For an operation that must not run if one before it failed. Asked when it is issued: how many failures somebody has
-  // been told of. Asked when it runs, with that number: whether there were others.
+  // been told of. Asked when it runs, with that number: one of the others, if there are any, all of which are told thereby.
   std::uint64_t failures_told();
-  bool failed_beyond(std::uint64_t told);
+  std::optional<Error> failed_beyond(std::uint64_t told);
 
   // Waits for all operations until the deadline, then cancels; leaves none behind. False if it had to cancel. Throws only
   // what an interrupt throws, and then has cancelled too. Failures are not told: each Work carries its own.
@@ -104,6 +104,7 @@ class Strand : public std::enable_shared_from_this<Strand> {
   void end_queued(std::unique_lock<std::mutex>& lock, Queue::iterator first, Queue::iterator last);
   template <class Which>
   void forget_failures(Which&& which);
+  bool forget_uncounted();
   bool over(std::uint64_t last);
   void cancel_up_to(std::uint64_t last);
 
@@ -115,6 +116,7 @@ class Strand : public std::enable_shared_from_this<Strand> {
   bool closing_ = false;
   bool scheduled_ = false;                 // a pool thread has this strand, or will
   Queue failed_;                           // since the last drain, oldest first, kMostQueued at most
+  std::uint64_t uncounted_ = 0;            // failures beyond these; while there are some, one of unsettled_ is for them
   std::uint64_t failures_ = 0;             // ever
   std::atomic<std::size_t> unsettled_{0};  // operations not over, plus those in failed_
   Event changed_;

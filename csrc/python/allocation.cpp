@@ -92,7 +92,7 @@ void keep_in_place(nb::handle object) {
   // resizable"). The bytes are shared as such: numpy does not know all of torch's types.
   try {
     const nb::module_ torch = nb::module_::import_("torch");
-    nb::object bytes = torch.attr("empty")(0, nb::arg("dtype") = torch.attr("uint8"));
+    nb::object bytes = torch.attr("empty")(0, nb::arg("dtype") = torch.attr("uint8"), nb::arg("device") = "cpu");
     bytes.attr("set_")(object.attr("untyped_storage")()).attr("numpy")();
   } catch (const nb::python_error& error) {
     if (!error.matches(PyExc_Exception)) throw;

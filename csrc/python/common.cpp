@@ -1,5 +1,6 @@
 #include "python/common.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <mutex>
@@ -125,9 +126,9 @@ const TensorType& tensor_type(PyTypeObject* type) {
 
 bool is_compact(const nb::dlpack::dltensor& tensor) {
   if (tensor.strides == nullptr) return true;
+  if (std::find(tensor.shape, tensor.shape + tensor.ndim, 0) != tensor.shape + tensor.ndim) return true;  // no bytes
   std::int64_t expected = 1;
   for (int i = tensor.ndim - 1; i >= 0; --i) {
-    if (tensor.shape[i] == 0) return true;
     if (tensor.shape[i] != 1 && tensor.strides[i] != expected) return false;
     expected *= tensor.shape[i];
   }
@@ -324,7 +325,9 @@ Deadline to_deadline(nb::handle timeout_s) {
   if (timeout_s.is_none()) return Deadline::never();
   const double seconds = PyFloat_AsDouble(timeout_s.ptr());
   if (seconds == -1.0 && PyErr_Occurred()) {
+    const bool large = PyErr_ExceptionMatches(PyExc_OverflowError) != 0;
     PyErr_Clear();
+    if (large) fail(ErrorKind::Bounds, "timeout_s must be a number that a float can be, or None");
     throw nb::type_error(text("timeout_s must be a number of seconds or None, not ", type_of(timeout_s)).c_str());
   }
   if (!(seconds >= 0)) fail(ErrorKind::Bounds, "timeout_s must be at least 0, not ", seconds);
@@ -357,11 +360,29 @@ Buffer::Buffer(nb::handle object, const Purpose& what, bool writable) : object_(
   }
 }
 
+namespace {
+
+// Invalid for a tensor that has none: of another library, for instance.
+nb::object storage_of(nb::handle tensor) {
+  PyObject* const storage = PyObject_CallMethod(tensor.ptr(), "untyped_storage", nullptr);
+  if (storage == nullptr) {
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) nb::raise_python_error();
+    PyErr_Clear();
+  }
+  return nb::steal(storage);
+}
+
+}  // namespace
+
 Buffer::~Buffer() {
   if (has_view_) PyBuffer_Release(&view_);
 }
 
 Keepalive Buffer::keep() {
+  // A tensor may be given another storage at any time (`tensor.data = ...`); what is kept is the one that these bytes are in.
+  if (nb::object storage; is_tensor_ && (storage = storage_of(object_)).is_valid()) {
+    return python::keep(storage.ptr(), nullptr);
+  }
   Py_buffer* view = has_view_ ? new Py_buffer(view_) : nullptr;
   has_view_ = false;
   return python::keep(object_, view);
@@ -404,6 +425,7 @@ bool Buffer::from_exchange(nb::handle object, const Purpose& what) {
   for (int i = 0; i < tensor.ndim; ++i) elements *= static_cast<std::uint64_t>(tensor.shape[i]);
   const bool complex = tensor.dtype.code == kComplex;
   if ((complex || tensor.dtype.code == kFloat) && is_lazy(object, type, complex)) refuse_lazy(what);
+  is_tensor_ = true;
   set(static_cast<char*>(tensor.data) + tensor.byte_offset, (elements * tensor.dtype.bits * tensor.dtype.lanes + 7) / 8,
       object, what);
   return true;
@@ -417,6 +439,7 @@ void Buffer::from_torch(nb::handle object, const Purpose& what) {
   }
   if (nb::cast<bool>(object.attr("is_neg")()) || nb::cast<bool>(object.attr("is_conj")())) refuse_lazy(what);
   if (!nb::cast<bool>(object.attr("is_contiguous")())) refuse_strided(what);
+  is_tensor_ = true;
   set(reinterpret_cast<void*>(nb::cast<std::uintptr_t>(object.attr("data_ptr")())),
       nb::cast<std::uint64_t>(object.attr("numel")()) * nb::cast<std::uint64_t>(object.attr("element_size")()), object,
       what);

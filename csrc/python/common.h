@@ -193,8 +193,10 @@ class Buffer {
   bool read_only() const { return read_only_; }
   // True if the bytes stay there only for as long as this does.
   bool has_view() const { return has_view_; }
+  // True if the object may get other bytes while it lives.
+  bool is_tensor() const { return is_tensor_; }
   nb::handle object() const { return object_; }
-  // Keeps object and bytes beyond the call.
+  // Keeps the bytes beyond the call, with what they belong to.
   Keepalive keep();
 
  private:
@@ -210,6 +212,7 @@ class Buffer {
   bool read_only_ = false;
   Py_buffer view_;
   bool has_view_ = false;
+  bool is_tensor_ = false;
 };
 
 // ---- Objects --------------------------------------------------------------------------------------------------------

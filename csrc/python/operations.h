@@ -58,16 +58,16 @@ const How& identified(const How& how, nb::handle object, std::uint64_t nbytes, c
 // The arguments of an operation as values. Converting them may run any Python (__index__, __float__, destructors), which
 // may even close the window: so everything is converted first, and the window is looked at after that.
 struct Put {
-  Buffer buffer;
   const std::uint64_t offset;
   const std::optional<Signal> then;
+  Buffer buffer;  // last: converting the others might give it other bytes
   const How options;
 
   Put(nb::handle source, nb::handle offset_bytes, nb::handle signal, nb::handle add, bool async_op,
       const Deadline& deadline)
-      : buffer(source, kSource, false),
-        offset(to_u64(offset_bytes, "offset_bytes")),
+      : offset(to_u64(offset_bytes, "offset_bytes")),
         then(to_signal(signal, add)),
+        buffer(source, kSource, false),
         options(how(async_op, deadline, buffer)) {}
 
   template <class Owner>
@@ -81,13 +81,13 @@ struct Put {
 };
 
 struct Get {
-  Buffer buffer;
   const std::uint64_t offset;
+  Buffer buffer;
   const How options;
 
   Get(nb::handle destination, nb::handle offset_bytes, bool async_op, const Deadline& deadline)
-      : buffer(destination, kDestination, true),
-        offset(to_u64(offset_bytes, "offset_bytes")),
+      : offset(to_u64(offset_bytes, "offset_bytes")),
+        buffer(destination, kDestination, true),
         options(how(async_op, deadline, buffer)) {}
 
   template <class Owner>

@@ -11,21 +11,23 @@ namespace onesided::python {
 struct PyPlan {
   // Not changed once it is here: operations in other threads read it without the GIL.
   std::shared_ptr<const std::vector<Piece>> pieces;
-  nb::tuple hold;  // of (buffer, offset_bytes)
-  std::vector<Keepalive> views;
+  nb::tuple hold;               // of (buffer, offset_bytes)
+  std::vector<Keepalive> kept;  // of views and of tensors' storages
   std::uint64_t nbytes = 0, largest = 0;
   std::optional<std::size_t> first_read_only;
   bool identified = false;
 
-  // `lasts`: it will be used more than once, so that its memory must stay where it is.
-  PyPlan(nb::handle given, bool lasts);
+  // `lasts`: it will be used more than once, so that its memory must stay where it is. `outlives_call`: it is for one operation that
+  // goes on after its call.
+  PyPlan(nb::handle given, bool lasts, bool outlives_call);
   PyPlan(PyPlan&&) = default;
+  ~PyPlan();
 
   // Finds out what the pieces are parts of. Runs Python.
   void identify();
 
  private:
-  void look();
+  void look(const std::vector<std::uint64_t>& offsets, bool keeps_storages);
 };
 
 // A Plan, or one for this call only.
@@ -33,9 +35,9 @@ struct Pieces {
   nb::object object;
   PyPlan& plan;
 
-  explicit Pieces(nb::handle pieces)
-      : object(nb::isinstance<PyPlan>(pieces) ? nb::borrow(pieces) : nb::cast(PyPlan(pieces, false))),
-        plan(*nb::inst_ptr<PyPlan>(object)) {}
+  Pieces(nb::handle pieces, bool async_op)
+      : object(nb::isinstance<PyPlan>(pieces) ? nb::borrow(pieces) : nb::cast(PyPlan(pieces, false, async_op))),
+        plan(to_instance<PyPlan>(object, "pieces", "Plan that was initialized")) {}
 
   // `move` is Target::write_many or read_many.
   template <class Move>

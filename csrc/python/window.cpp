@@ -126,7 +126,7 @@ A get is not ordered against a put of somebody else: wait for a signal that says
             const std::optional<Signal> then = to_signal(signal, add);
             const bool later = to_flag(async_op, "async_op");
             const Deadline deadline = to_deadline(timeout_s);
-            Pieces all(pieces);
+            Pieces all(pieces, later);
             const auto& window = self.open("put_many");
             Target& target = window->target("put_many", rank);
             return all.run_on(
@@ -148,7 +148,7 @@ puts before. Otherwise as put().)")
             const std::int64_t rank = to_rank(peer);
             const bool later = to_flag(async_op, "async_op");
             const Deadline deadline = to_deadline(timeout_s);
-            Pieces all(pieces);
+            Pieces all(pieces, later);
             const auto& window = self.open("get_many");
             Target& target = window->target("get_many", rank);
             return all.run_on(window, target, true, later, deadline, [&](std::span<const Piece> parts, const How& how) {
@@ -304,12 +304,13 @@ compare_swap behind a flush. Unsupported on an attached window.)")
             const Deadline deadline = to_deadline(timeout_s);
             const std::optional<std::int64_t> one = optionally<std::int64_t>(peer, to_rank);
             if (one) {
-              Window& window = *self.open("flush");
-              if (!window.target("flush", *one).busy()) return window.flush(*one, deadline);
+              const auto& window = self.open("flush");
+              BlockingIfItWaits<Window> blocking(window);
+              return window->flush(*one, deadline);
             }
             const auto window = self.open("flush");
             Blocking blocking;
-            one ? window->flush(*one, deadline) : window->flush_all(deadline);
+            window->flush_all(deadline);
           },
           nb::arg("peer").none() = nb::none(), nb::arg("timeout_s").none() = nb::none(),
           nb::sig("def flush(self, peer: int | None = None, timeout_s: float | None = None) -> None"),

@@ -146,7 +146,7 @@ void ShmTarget::check(const char* operation, Access wanted, std::uint64_t offset
 
 void ShmTarget::check_all(const char* operation, Access wanted, std::span<const Piece> pieces) const {
   check(operation, wanted, 0, 0);  // of no pieces, too
-  for (const Piece& piece : pieces) check(operation, wanted, piece.offset, piece.nbytes);
+  check_pieces(pieces, [&](const Piece& piece) { check(operation, wanted, piece.offset, piece.nbytes); });
 }
 
 // ---- Operations ---------------------------------------------------------------------------------------------------
@@ -323,9 +323,10 @@ void ShmTarget::settle_before_signal(const How& how) {
 // The same for a signal that was itself issued asynchronously, when its turn has come: a signal that is sent says that all
 // before it is there.
 void ShmTarget::check_earlier(const char* operation, std::uint64_t told) {
-  if (!strand_->failed_beyond(told)) return;
-  fail(ErrorKind::RemoteAccess, operation, " to ", at_.peer->name(),
-       ": not sent, because an operation that was issued before it failed");
+  const auto error = strand_->failed_beyond(told);
+  if (!error) return;
+  fail(ErrorKind::ConnectionLost, operation, " to ", at_.peer->name(),
+       ": not sent, because an operation that was issued before it failed: ", error->what());
 }
 
 void ShmTarget::cross_copy(const char* operation, bool writing, char* local, std::uint64_t nbytes, std::uint64_t offset,

@@ -223,6 +223,25 @@ TEST_CASE("rdma: closing a memory ends access for its peers, and for nothing els
   CHECK(static_cast<char*>(other->data())[0] == 'x');
 }
 
+TEST_CASE("rdma: a close does not wait longer than it may for a revocation of another thread") {
+  Rig rig;
+  std::vector<char> source(1 << 16, 'a');
+  fake::hold();
+  const auto work = rig.target->write(source.data(), source.size(), 0, std::nullopt, rig.how(true));
+  const auto before = fake::live().mrs;
+  std::string revoked;
+  std::thread other([&] { revoked = raised([&] { rig.memory->revoke("a stranger", patience()); }); });
+  eventually("the revocation has begun", [&] { return fake::live().mrs > before; });
+  CHECK(raised([&] { rig.memory->close(Deadline::after(0.02)); }) == "DeadlineExceeded");
+  CHECK_FALSE(rig.memory->closed());
+  fake::release_all();
+  work->wait(patience());
+  other.join();
+  CHECK(revoked == "");
+  CHECK(all_are(rig.bytes(), 1 << 16, 'a'));
+  rig.memory->close(patience());
+}
+
 TEST_CASE("rdma: a peer that is stuck loses its queue pairs when the owner closes") {
   Rig rig;
   std::vector<char> source(1 << 16, 'a');

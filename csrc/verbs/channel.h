@@ -218,6 +218,10 @@ class Channel {
   }
   bool ended() const { return ended_.load(std::memory_order_acquire); }
   std::string cause() const;
+  ErrorKind end_kind() const {
+    std::lock_guard lock(cause_mutex_);
+    return kind_;
+  }
   // True if a deadline of the caller's ended it, and not the way to the peer.
   bool ended_by_deadline() const {
     std::lock_guard lock(cause_mutex_);

@@ -10,6 +10,10 @@ namespace {
 // wrote. The signals come right behind, so that both are one region.
 constexpr std::size_t kWordsAt = Control::kOwnersBytes + sizeof(Slot) - sizeof(std::uint64_t);
 
+void check_not_owner(const std::string& peer) {
+  if (peer == Hub::kOwner) fail(ErrorKind::Bounds, "'", peer, "' is no name for a peer");
+}
+
 std::shared_ptr<Segment> make_control(std::uint32_t signals) {
   if (signals > Control::kMostSignals) {
     fail(ErrorKind::Bounds, signals, " signals are too many for one memory: ", Control::kMostSignals, " at most");
@@ -98,7 +102,7 @@ Reach RdmaMemory::reach(Access access) const {
 
 void RdmaMemory::close(const Deadline& deadline) {
   if (hub_->forked()) return;  // it is the parent's, and stays open there
-  std::lock_guard lock(close_mutex_);
+  const Turn::Hold turn(turn_, "close", deadline);
   if (registration_.load() == nullptr) return;
   control_.header().closed.store(ControlHeader::kClosed, std::memory_order_seq_cst);
   control_.event().notify();
@@ -113,8 +117,9 @@ void RdmaMemory::close(const Deadline& deadline) {
 
 void RdmaMemory::permit(const std::string& peer, Access access) {
   check_usable("this memory");
+  check_not_owner(peer);
   permissions_.check(access);
-  std::lock_guard closing(close_mutex_);
+  const Turn::Hold turn(turn_, "permit", Deadline::after(5));
   if (registration_.load() == nullptr) fail(ErrorKind::StaleHandle, "permit: this memory is closed");
   Registered registered;
   if (access != access_ && access != Access::None && narrower_.count(access) == 0) registered = register_bytes(access);
@@ -125,7 +130,8 @@ void RdmaMemory::permit(const std::string& peer, Access access) {
 
 void RdmaMemory::revoke(const std::string& peer, const Deadline& deadline) {
   check_usable("this memory");
-  std::lock_guard closing(close_mutex_);
+  check_not_owner(peer);
+  const Turn::Hold turn(turn_, "revoke", deadline);
   if (registration_.load() == nullptr) fail(ErrorKind::StaleHandle, "revoke: this memory is closed");
   // Made first: if there cannot be so much, nothing has changed.
   Registered words = register_words(), bytes = register_bytes(access_);

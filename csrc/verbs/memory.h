@@ -10,6 +10,7 @@
 #include "core/permissions.h"
 #include "core/segment.h"
 #include "core/transport.h"
+#include "core/turn.h"
 #include "verbs/protocol.h"
 
 namespace onesided::verbs {
@@ -70,7 +71,7 @@ class RdmaMemory final : public Memory, public std::enable_shared_from_this<Rdma
   Registered words_;
   std::map<Access, Registered> narrower_;  // for peers that may do less than access_
   Permissions permissions_;
-  std::mutex close_mutex_;
+  Turn turn_;  // of close(), permit() and revoke()
   Keepalive keep_;
 };
 

@@ -11,6 +11,8 @@ namespace {
 // From here on an operation is spread over all lanes: below, starting a second device costs more than it brings.
 constexpr std::uint64_t kStriped = 128 << 10;
 constexpr std::uint64_t kStripeUnit = 4096;
+// After so many of many pieces a deadline and Ctrl-C are looked at.
+constexpr std::size_t kBreath = 256;
 
 // Numbers of work requests have 40 bits: a year of a million a second.
 constexpr unsigned kNumberBits = 40;
@@ -52,6 +54,10 @@ class RdmaTarget::RdmaWork final : public Work {
     next_ = std::exchange(target_->works_, this);
     if (next_ != nullptr) next_->at_ = &next_;
     at_ = &target_->works_;
+    if (channel.ended()) {  // since it was posted: somebody may have looked for what was lost before this was here
+      target_->owing_.store(true);
+      target_->unflushed_.store(true);
+    }
   }
   ~RdmaWork() override {
     if (target_->made_in_ != fork_generation()) return;
@@ -219,7 +225,7 @@ RdmaTarget::~RdmaTarget() {
 // Asks for the keys again that the owner has changed. What began before it did so ends with the old ones first.
 void RdmaTarget::renew(const char* operation, const Deadline& deadline) {
   BlockingHook::before_waiting();
-  std::lock_guard lock(renew_mutex_);
+  const Turn::Hold turn(renewing_, operation, deadline);
   std::uint64_t renewal = barred_.load();
   if (renewal <= kRevoked) return;
   Event never;
@@ -286,7 +292,12 @@ class RdmaTarget::FailedWork final : public Work {
 std::shared_ptr<Work> RdmaTarget::fail_later(const Error& error) {
   auto work = std::make_shared<FailedWork>(error);
   std::lock_guard lock(change_mutex_);
-  if (failed_.size() < kMostFailed) failed_.push_back(work);
+  if (failed_.size() < kMostFailed) {
+    failed_.push_back(work);
+  } else {
+    untold_ = error;  // whoever asks the work hears of it, too
+  }
+  owing_.store(true);
   unflushed_.store(true);
   return work;
 }
@@ -345,8 +356,11 @@ template <class Operation>
 auto RdmaTarget::telling(Channel& channel, bool signals, Operation&& operation) {
   try {
     return operation();
-  } catch (const Error&) {
-    if (signals && channel.ended() && !channel.ended_by_deadline()) take_untold();
+  } catch (const Error& error) {
+    if (signals && channel.ended() && !channel.ended_by_deadline() && error.kind() == channel.end_kind() &&
+        error.error_number() == 0) {  // what a registration fails with has one
+      take_untold();
+    }
     throw;
   }
 }
@@ -415,15 +429,24 @@ void RdmaTarget::track(const Channel& channel, std::size_t lane, std::uint64_t n
 
 void RdmaTarget::track_silent(const Channel& channel, std::size_t lane, std::uint64_t number) {
   raise_to(silent_[lane], tagged(channel, number));
+  // Since it was posted, another thread may have ended the generation and looked for what was lost.
+  if (channel.ended()) [[unlikely]]
+    track_late(channel, lane, number);
 }
 
-// For what is over for its caller when it is posted, unless it has a Work.
+void RdmaTarget::track_late(const Channel& channel, std::size_t lane, std::uint64_t number) {
+  if (channel.complete(lane, number)) return;
+  Ticket ticket{};
+  ticket[lane] = number;
+  owe(what_was_lost(channel, ticket));
+}
+
+// The last request on lane 0 of an operation that is over for its caller now, unless it has a Work.
 void RdmaTarget::track_for(const How& how, const Channel& channel, std::uint64_t number) {
   if (how.async) {
     track(channel, 0, number);
   } else {
     track_silent(channel, 0, number);
-    unflushed_.store(true, std::memory_order_relaxed);  // whatever comes of the operation
   }
 }
 
@@ -642,16 +665,19 @@ std::shared_ptr<Work> RdmaTarget::write_over(Channel& channel, const void* sourc
       });
   if (one_lane && first == last) --first[0];  // the number is that of the signal, with the bytes right before it
   if (how.async) return later("put", channel, first, last, how, local.hold());
+  std::uint64_t signal_number = 0;
   if (signal && !one_lane) {
     try {
       push("put", channel, 1, how.deadline);
-      track_silent(channel, 0, channel.signal(0, then, false, how.deadline));
+      signal_number = channel.signal(0, then, false, how.deadline);
+      track(channel, 0, signal_number);
     } catch (...) {
       give_up(channel);
       throw;
     }
   }
   await("put", channel, first, last, how.deadline);
+  if (signal_number != 0) track_silent(channel, 0, signal_number);
   return nullptr;
 }
 
@@ -665,9 +691,10 @@ Ticket RdmaTarget::write_copied(Channel& channel, const char* source, std::uint6
     last[0] = channel.write_staged(0, source + at, static_cast<std::uint32_t>(part),
                                    reach_.address + offset_ + offset + at, key(channel, 0, offset + at),
                                    is_last ? then : nullptr, is_last && how.async, how.deadline);
-    track_for(how, channel, last[0]);
+    track(channel, 0, last[0]);
     at += part;
   }
+  track_for(how, channel, last[0]);
   counters().add(Count::Copies);
   return last;
 }
@@ -713,7 +740,8 @@ std::shared_ptr<Work> RdmaTarget::read(void* destination, std::uint64_t nbytes, 
 // What a scatter or gather has under way.
 struct RdmaTarget::Posted {
   Ticket first{}, last{};
-  Ticket from_source{};  // the last on each lane that reads or writes the caller's memory itself
+  Ticket from_source{};      // the last on each lane that reads or writes the caller's memory itself
+  std::uint64_t silent = 0;  // the last that was copied, or a signal, on lane 0
   std::vector<std::shared_ptr<Registration>> registrations;
   bool one_lane = false;
 
@@ -734,7 +762,8 @@ void RdmaTarget::post_piece(Channel& channel, const Piece& piece, bool reads, co
           std::min({piece.nbytes - at, std::uint64_t{Channel::kStaged}, to_end_of_piece(piece.offset + at)}));
       posted.add(0, channel.write_staged(0, here + at, part, there + at, key(channel, 0, piece.offset + at), nullptr,
                                          false, how.deadline));
-      track_for(how, channel, posted.last[0]);
+      posted.silent = posted.last[0];
+      track(channel, 0, posted.silent);
       at += part;
     }
     counters().add(Count::Copies);
@@ -781,6 +810,7 @@ std::shared_ptr<Work> RdmaTarget::finish_many(const char* operation, Channel& ch
     return later(operation, channel, posted.first, wanted, how, std::move(registrations));
   }
   if (wanted != Ticket{}) await(operation, channel, posted.first, wanted, how.deadline);
+  if (posted.silent != 0) track_silent(channel, 0, posted.silent);
   return nullptr;
 }
 
@@ -799,10 +829,10 @@ std::shared_ptr<Work> RdmaTarget::many(const char* operation, bool reads, std::s
     const Access wanted = reads ? Access::Read : Access::Write;
     check(operation, wanted, 0, 0);  // of no pieces, too
     std::uint64_t nbytes = 0;
-    for (const Piece& piece : pieces) {
+    check_pieces(pieces, [&](const Piece& piece) {
       check(operation, wanted, piece.offset, piece.nbytes);
       nbytes += piece.nbytes;
-    }
+    });
     if (signal) check_signal(operation, peer().name(), signal->index, signals_);
     check_deadline(operation, peer().name(), how.deadline);
     UnderWay under_way(*this, operation, how.deadline);
@@ -822,12 +852,21 @@ std::shared_ptr<Work> RdmaTarget::many_over(Channel& channel, const char* operat
   posted.one_lane = signal && how.async;
   if (posted.one_lane) push(operation, channel, 1, how.deadline);
   try {
-    for (const Piece& piece : pieces) post_piece(channel, piece, reads, how, posted);
+    std::size_t since = 0;
+    for (const Piece& piece : pieces) {
+      if (++since == kBreath) {
+        since = 0;
+        check_deadline(operation, peer().name(), how.deadline);
+        check_interrupt();
+      }
+      post_piece(channel, piece, reads, how, posted);
+    }
     if (signal) {
       if (!posted.one_lane) push(operation, channel, 1, how.deadline);
       counters().add(Count::Signals);
-      posted.add(0, channel.signal(0, word(channel, *signal), false, how.deadline));
-      track_for(how, channel, posted.last[0]);
+      posted.silent = channel.signal(0, word(channel, *signal), false, how.deadline);
+      posted.add(0, posted.silent);
+      track(channel, 0, posted.silent);
     }
     return finish_many(operation, channel, posted, how);
   } catch (...) {
@@ -907,7 +946,12 @@ std::uint64_t RdmaTarget::atomic(const Atomic& what, const Deadline& deadline) {
 
 void RdmaTarget::flush(const Deadline& deadline) {
   check_not_forked(made_in_, "this window");
-  unflushed_.store(false, std::memory_order_relaxed);  // first: what is issued from here on is for the next flush
+  struct Flushing {
+    std::atomic<unsigned>& count;
+    explicit Flushing(std::atomic<unsigned>& flushing) : count(flushing) { count.fetch_add(1); }
+    ~Flushing() { count.fetch_sub(1); }
+  } flushing(flushing_);
+  unflushed_.store(false);  // before it looks: what is issued from here on is for the next flush
   try {
     if (const auto error = take_untold()) throw *error;
     UnderWay under_way(*this, "flush", deadline, true);

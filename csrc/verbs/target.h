@@ -1,6 +1,7 @@
 // A peer's memory as operations reach it.
 #pragma once
 
+#include "core/turn.h"
 #include "verbs/connection.h"
 
 #if ONESIDED_HAS_VERBS
@@ -28,9 +29,9 @@ class RdmaTarget final : public Target {
   void fence() override;
   void close(const Deadline& deadline) override;
 
-  bool busy() const override { return unflushed_.load(std::memory_order_relaxed); }
+  bool busy() const override { return unflushed(); }
   bool wants_allocation(std::uint64_t nbytes, bool lands) const override { return lands || nbytes > Channel::kStaged; }
-  bool unflushed() const override { return unflushed_.load(std::memory_order_relaxed); }
+  bool unflushed() const override { return unflushed_.load(std::memory_order_relaxed) || flushing_.load() != 0; }
   std::uint64_t nbytes() const override { return nbytes_; }
   std::uint32_t signals() const override { return signals_; }
   const PeerState& peer() const override { return connection_->peer(); }
@@ -71,6 +72,7 @@ class RdmaTarget final : public Target {
   void owe(Error error);
   void track(const Channel& channel, std::size_t lane, std::uint64_t number);
   void track_silent(const Channel& channel, std::size_t lane, std::uint64_t number);
+  void track_late(const Channel& channel, std::size_t lane, std::uint64_t number);
   void track_for(const How& how, const Channel& channel, std::uint64_t number);
   Ticket tracked(const Channel& channel) const;
   Error what_was_lost(const Channel& channel, const Ticket& last) const;
@@ -121,9 +123,10 @@ class RdmaTarget final : public Target {
   static constexpr std::uint64_t kFree = 0, kRevoked = 1;
   std::atomic<std::uint64_t> barred_{kFree};
   std::uint64_t renewals_ = kRevoked;  // the hub's thread only
-  std::mutex renew_mutex_;
+  Turn renewing_;
   std::atomic<bool> closed_{false};
   std::atomic<bool> unflushed_{false};
+  std::atomic<unsigned> flushing_{0};  // until it is over, another flush has to wait, too
   // The last work request of this target's on each lane, with its generation in the upper bits: see track(). Silent ones are of
   // operations that were over for their caller when they were posted, and of works that nobody has any more.
   std::array<std::atomic<std::uint64_t>, kMostLanes> last_{}, silent_{};

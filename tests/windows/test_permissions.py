@@ -171,8 +171,11 @@ def test_tickets(kind: Kind) -> None:
         writer.put(pattern(4096, seed=2), 0, signal=1)
         window.wait_signal(1)
         same(window.array, pattern(4096, seed=2))
-        # It may be permitted again, with another ticket or the old one: the name counts.
-        with Window.attach(directory, "private", ticket=window.permit("reader", "rw")) as back:
+        # The name may be used again. Who has the old ticket does not come back with it.
+        new_ticket = window.permit("reader", "rw")
+        with raises(RemoteAccessError, "private"):
+            Window.attach(directory, "private", ticket=reader_ticket, timeout_s=5)
+        with Window.attach(directory, "private", ticket=new_ticket) as back:
             back.put(b"back", 0)
             back.flush(0)
         assert bytes(window.array[:4]) == b"back"
@@ -191,7 +194,9 @@ def test_ticket_mistakes(kind: Kind) -> None:
         with Window.expose(directory, "w", nbytes=64, access="r", transport=kind.name) as window:
             for error, use in (
                 (RemoteAccessError, lambda: window.permit("x", "rw")),
-                (OnesidedError, lambda: window.permit("x", "q")),
+                (BoundsError, lambda: window.permit("x", "q")),
+                (BoundsError, lambda: window.permit("x", "")),
+                (TypeError, lambda: window.revoke("")),
                 (TypeError, lambda: window.permit("")),
                 (TypeError, lambda: window.permit(7)),  # type: ignore[arg-type]
                 (TypeError, lambda: window.revoke(0)),
@@ -207,6 +212,23 @@ def test_ticket_mistakes(kind: Kind) -> None:
                 for use in (lambda: attached.permit("x"), lambda: attached.revoke("x")):
                     with raises(Unsupported):
                         use()
+
+
+def test_a_ticket_is_of_one_window(kind: Kind) -> None:
+    with Group.local(1)[0] as group:
+        directory = group.directory
+        with (
+            Window.expose(directory, "a", nbytes=64, transport=kind.name, public=False) as a,
+            Window.expose(directory, "b", nbytes=64, transport=kind.name, public=False) as b,
+        ):
+            ticket = a.permit("bob", "r")
+            b.permit("bob", "rw")
+            with raises(RemoteAccessError, "'b'"):
+                Window.attach(directory, "b", ticket=ticket, timeout_s=5)
+            with Window.attach(directory, "a", ticket=ticket) as attached:
+                attached.get(bytearray(8), 0)
+                b.revoke("bob")
+                attached.get(bytearray(8), 0)
 
 
 def test_public_and_private_side_by_side(kind: Kind) -> None:

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from harness import Kind, Processes, Threads, pattern, raises, same
+from harness import Kind, Processes, Threads, in_threads, pattern, raises, same
 
-from onesided import BoundsError, Group, LayoutError, Plan, RemoteAccessError, StaleHandle, Window
+from onesided import BoundsError, Group, LayoutError, OnesidedError, Plan, RemoteAccessError, StaleHandle, Window
 
 Ranks = Threads | Processes
 
@@ -202,6 +202,88 @@ def kept(group: Group, kind: Kind) -> None:
 
 def test_sources_are_kept_alive(ranks: Ranks, kind: Kind) -> None:
     ranks.run(kept, 2, kind)
+
+
+class Forgetful(Plan):
+    def __init__(self) -> None:
+        self.note = "without that of Plan"
+
+
+def test_a_plan_that_was_not_initialized() -> None:
+    with Group.local(1)[0] as group, Window.allocate(group, 64) as window:
+        for use in (window.put_many, window.get_many):
+            with raises(TypeError, "initialized"):
+                use(Forgetful(), 0)
+
+
+def test_tensors_that_get_other_storages() -> None:
+    """What is put or got is in the storage that the tensor had: it is kept."""
+    torch = pytest.importorskip("torch")
+    nbytes = 1 << 25
+    with Group.local(1)[0] as group, Window.allocate(group, nbytes, signals=1) as window:
+        tensor = torch.full((nbytes,), 3, dtype=torch.uint8)
+        plan = Plan([(tensor, 0)])
+        work = window.put(tensor, 0, async_op=True)
+        many = window.put_many([(tensor, 0)], 0, async_op=True)
+        tensor.data = torch.zeros(8, dtype=torch.uint8)
+        work.wait()
+        many.wait()
+        assert (window.array == 3).all()
+        window.array[:] = 4
+        window.get_many(plan, 0)
+        window.array[:] = 5
+        window.put_many(plan, 0)
+        assert (window.array == 4).all()
+        mine = torch.full((nbytes,), 6, dtype=torch.uint8)
+        with Window.create(group, mine) as over:
+            mine.data = torch.zeros(8, dtype=torch.uint8)
+            into = np.zeros(nbytes, np.uint8)
+            over.get(into, 0)
+            assert (into == 6).all()
+
+
+def test_an_offset_that_resizes_its_tensor() -> None:
+    torch = pytest.importorskip("torch")
+    with Group.local(1)[0] as group, Window.allocate(group, 1 << 20) as window:
+        for use in (
+            lambda tensor, offset: window.put(tensor, 0, offset),
+            lambda tensor, offset: window.put_many([(tensor, 0), (b"x", offset)], 0),
+        ):
+            tensor = torch.full((1 << 20,), 7, dtype=torch.uint8)
+
+            class Offset:
+                def __index__(self) -> int:
+                    tensor.untyped_storage().resize_(0)  # noqa: B023
+                    return 0
+
+            with raises((BoundsError, OnesidedError, TypeError, ValueError, RuntimeError)):
+                use(tensor, Offset())
+                assert tensor.numel() == 0
+
+
+def test_buffers_are_free_again_in_every_thread() -> None:
+    def use(window: Window) -> None:
+        buffer = bytearray(100)
+        window.put_many([(buffer, 0)], 0)
+        buffer.append(1)
+        plan = Plan([(buffer, 0)])
+        with raises(BufferError):
+            buffer.append(1)
+        del plan
+        buffer.append(1)
+
+    with Group.local(1)[0] as group, Window.allocate(group, 200) as window:
+        in_threads([lambda: use(window)])
+
+
+def test_what_is_frozen_under_another_default_device() -> None:
+    torch = pytest.importorskip("torch")
+    with torch.device("meta"):
+        tensor = torch.ones(1 << 20, dtype=torch.uint8, device="cpu")
+        plan = Plan([(tensor, 0)])
+    with raises(RuntimeError, "resizable"):
+        tensor.untyped_storage().resize_(0)
+    assert plan.nbytes == 1 << 20
 
 
 def test_what_a_plan_has_cannot_be_resized() -> None:

@@ -226,6 +226,65 @@ def test_what_a_late_flush_cancelled_is_told_when_it_is_tried_again(ranks: Ranks
     ranks.run(tried_again, 2, lasting, private)
 
 
+def signals_once_refused(group: Group, kind: Kind) -> None:
+    """A signal that is not sent because of an earlier failure tells of it: the next one is."""
+    nbytes = 64 * MIB
+    window = make_window(group, kind, nbytes + MIB)
+    if group.rank == 0:
+        source = np.full(nbytes, 1, np.uint8)
+        slow = [window.put(source, 1, async_op=True) for _ in range(20)]
+        lost = [window.put(b"lost", 1, nbytes + 8 * i, async_op=True) for i in range(100)]
+        with raises(DeadlineExceeded):
+            slow[-1].wait(0)
+        with raises(ConnectionLost):
+            window.signal(1, 0, async_op=True).wait()
+        window.signal(1, 1, async_op=True).wait()
+        assert isinstance(lost[-1].exception(), DeadlineExceeded)
+    else:
+        window.wait_signal(1, 1)
+        assert window.signal_value(0) == 0
+    group.barrier()
+    window.close()
+
+
+def test_a_refused_signal_tells_once(ranks: Ranks, lasting: Kind) -> None:
+    ranks.run(signals_once_refused, 2, lasting)
+
+
+def more_failures_than_remembered(group: Group, kind: Kind) -> None:
+    """However many failures nobody was told of: a signal is not sent before one of them is told."""
+    nbytes = 64 * MIB
+    window = make_window(group, kind, nbytes + MIB)
+    if group.rank == 0:
+        source = np.full(nbytes, 1, np.uint8)
+
+        def cancelled() -> list[Work]:
+            slow = [window.put(source, 1, async_op=True) for _ in range(20)]
+            works = [window.put(b"lost", 1, nbytes + 8 * i, async_op=True) for i in range(4000)]
+            with raises(DeadlineExceeded):
+                works[0].wait(0)
+            for work in slow:
+                work.wait()
+            return works
+
+        asked = cancelled()
+        not_asked = cancelled()
+        assert all(work.exception() is not None for work in asked)
+        with raises(ConnectionLost):
+            window.signal(1, 0)
+        window.signal(1, 1)
+        assert not_asked[-1].exception() is not None
+    else:
+        window.wait_signal(1, 1)
+        assert window.signal_value(0) == 0
+    group.barrier()
+    window.close()
+
+
+def test_more_failures_than_are_remembered(ranks: Ranks, lasting: Kind) -> None:
+    ranks.run(more_failures_than_remembered, 2, lasting)
+
+
 def running_is_fenced(group: Group, kind: Kind, private: bool, how: str) -> None:
     """The operation that is cancelled is running; its source is overwritten right where it is being read."""
     piece = 16 * MIB
