@@ -308,6 +308,9 @@ Chooser& chooser(unsigned size_class) {
   return (*choosers)[size_class];
 }
 
+// From the start: a fork while another thread makes it would leave a child that waits for that thread.
+[[maybe_unused]] const auto& from_the_start = chooser(0);
+
 void copy_piece(char* target, const char* source, std::size_t nbytes) {
   Chooser& choice = chooser(class_of(nbytes));
   const unsigned method = choice.next(nbytes);

@@ -154,8 +154,8 @@ TEST_CASE("shm: a signal is not sent when an operation before it failed and nobo
   const auto behind = target->write(source.data(), source.size(), 0, Signal{0, 10}, how);
   const auto alone = target->signal(Signal{0, 10}, how);
   CHECK(raised([&] { failing->wait(patience()); }) == "RemoteAccess");
-  CHECK(raised([&] { behind->wait(patience()); }) == "RemoteAccess");
-  CHECK(raised([&] { alone->wait(patience()); }) == "RemoteAccess");
+  CHECK(raised([&] { behind->wait(patience()); }) == "ConnectionLost");
+  CHECK(raised([&] { alone->wait(patience()); }) == "ConnectionLost");
   CHECK(count() == 1);
   const auto after = target->write(source.data(), source.size(), 0, Signal{0, 100}, how);  // everybody was told
   after->wait(patience());
