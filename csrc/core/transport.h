@@ -66,15 +66,13 @@ struct Atomic {
   }
 };
 
-// Runs `check` for each; what it throws names the piece.
-template <class Check>
-void check_pieces(std::span<const Piece> pieces, Check&& check) {
-  for (const Piece& piece : pieces) {
-    try {
-      check(piece);
-    } catch (const Error& error) {
-      throw Error(error.kind(), text("piece ", &piece - pieces.data(), ": ", error.what()), error.error_number());
-    }
+// Runs `look`; what it throws names piece `i`.
+template <class Look>
+auto at_piece(std::size_t i, Look&& look) {
+  try {
+    return look();
+  } catch (const Error& error) {
+    throw Error(error.kind(), text("piece ", i, ": ", error.what()), error.error_number());
   }
 }
 

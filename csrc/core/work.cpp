@@ -190,15 +190,15 @@ std::uint64_t Strand::failures_told() {
              std::count_if(failed_.begin(), failed_.end(), [](const auto& work) { return !work->observed_.load(); }));
 }
 
-std::optional<Error> Strand::failed_beyond(std::uint64_t told) {
+std::optional<std::string> Strand::failed_beyond(std::uint64_t told) {
   std::lock_guard lock(mutex_);
   if (failures_ <= told) return std::nullopt;
-  std::optional<Error> first;
+  std::string first;
   for (const auto& work : failed_) {
-    if (!work->observed_.exchange(true) && !first) first = work->error_;
+    if (!work->observed_.exchange(true) && first.empty()) first = text(": ", work->error_->what());
   }
   forget_uncounted();
-  return first ? *first : Error(ErrorKind::ConnectionLost, "it was told meanwhile");
+  return first;
 }
 
 void Strand::cancel(const std::shared_ptr<StrandWork>& work) {

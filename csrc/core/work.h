@@ -80,9 +80,10 @@ class Strand : public std::enable_shared_from_this<Strand> {
   void drain(const Deadline& deadline);
 
   // For an operation that must not run if one before it failed. Asked when it is issued: how many failures somebody has
-  // been told of. Asked when it runs, with that number: one of the others, if there are any, all of which are told thereby.
+  // been told of. Asked when it runs, with that number: nothing, or that there were others and, if nobody was told of it since, what
+  // the first of them was (": " and its error). All of them are told thereby.
   std::uint64_t failures_told();
-  std::optional<Error> failed_beyond(std::uint64_t told);
+  std::optional<std::string> failed_beyond(std::uint64_t told);
 
   // Waits for all operations until the deadline, then cancels; leaves none behind. False if it had to cancel. Throws only
   // what an interrupt throws, and then has cancelled too. Failures are not told: each Work carries its own.

@@ -7,13 +7,11 @@ namespace {
 constexpr Purpose kPiecePurpose{"a piece", "describe it row by row, or with Plan.strided",
                                 "pass x.resolve_conj().resolve_neg()"};
 
-// Runs `look`; what it throws names piece `i`.
+// As onesided::at_piece, for errors of Python's, too.
 template <class Look>
-auto at_piece(std::size_t i, Look&& look) {
+auto at_python_piece(std::size_t i, Look&& look) {
   try {
-    return look();
-  } catch (const Error& error) {
-    throw Error(error.kind(), text("piece ", i, ": ", error.what()), error.error_number());
+    return at_piece(i, look);
   } catch (const nb::builtin_exception& error) {
     throw nb::type_error(text("piece ", i, ": ", error.what()).c_str());
   }
@@ -32,7 +30,7 @@ PyPlan::PyPlan(nb::handle given, bool lasts, bool outlives_call)
     if (!PyTuple_CheckExact(pair.ptr()) || PyTuple_GET_SIZE(pair.ptr()) != 2) {
       throw nb::type_error(text("piece ", i, " must be a tuple (buffer, offset_bytes), not ", type_of(pair)).c_str());
     }
-    offsets.push_back(at_piece(i, [&] { return to_u64(PyTuple_GET_ITEM(pair.ptr(), 1), "offset_bytes"); }));
+    offsets.push_back(at_python_piece(i, [&] { return to_u64(PyTuple_GET_ITEM(pair.ptr(), 1), "offset_bytes"); }));
   }
   look(offsets, outlives_call);
   if (!lasts) return;
@@ -49,7 +47,7 @@ void PyPlan::look(const std::vector<std::uint64_t>& offsets, bool keeps_storages
   first_read_only.reset();
   for (const nb::handle pair : hold) {
     const std::size_t i = found.size();
-    at_piece(i, [&] {
+    at_python_piece(i, [&] {
       Buffer buffer(PyTuple_GET_ITEM(pair.ptr(), 0), kPiecePurpose, false);
       found.push_back({buffer.data(), buffer.nbytes(), offsets[i]});
       if (buffer.read_only() && !first_read_only) first_read_only = i;

@@ -146,7 +146,9 @@ void ShmTarget::check(const char* operation, Access wanted, std::uint64_t offset
 
 void ShmTarget::check_all(const char* operation, Access wanted, std::span<const Piece> pieces) const {
   check(operation, wanted, 0, 0);  // of no pieces, too
-  check_pieces(pieces, [&](const Piece& piece) { check(operation, wanted, piece.offset, piece.nbytes); });
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    at_piece(i, [&] { check(operation, wanted, pieces[i].offset, pieces[i].nbytes); });
+  }
 }
 
 // ---- Operations ---------------------------------------------------------------------------------------------------
@@ -323,10 +325,10 @@ void ShmTarget::settle_before_signal(const How& how) {
 // The same for a signal that was itself issued asynchronously, when its turn has come: a signal that is sent says that all
 // before it is there.
 void ShmTarget::check_earlier(const char* operation, std::uint64_t told) {
-  const auto error = strand_->failed_beyond(told);
-  if (!error) return;
+  const auto cause = strand_->failed_beyond(told);
+  if (!cause) return;
   fail(ErrorKind::ConnectionLost, operation, " to ", at_.peer->name(),
-       ": not sent, because an operation that was issued before it failed: ", error->what());
+       ": not sent, because an operation that was issued before it failed", *cause);
 }
 
 void ShmTarget::cross_copy(const char* operation, bool writing, char* local, std::uint64_t nbytes, std::uint64_t offset,

@@ -71,7 +71,6 @@ class RdmaTarget::RdmaWork final : public Work {
     for (std::size_t lane = 0; lane < channel_.lanes(); ++lane) {
       if (last_[lane] != 0) target_->track_silent(channel_, lane, last_[lane]);
     }
-    if (channel_.ended() && !channel_.complete(last_)) target_->owe(target_->what_was_lost(channel_, last_));
   }
 
   bool done() override {
@@ -829,10 +828,10 @@ std::shared_ptr<Work> RdmaTarget::many(const char* operation, bool reads, std::s
     const Access wanted = reads ? Access::Read : Access::Write;
     check(operation, wanted, 0, 0);  // of no pieces, too
     std::uint64_t nbytes = 0;
-    check_pieces(pieces, [&](const Piece& piece) {
-      check(operation, wanted, piece.offset, piece.nbytes);
-      nbytes += piece.nbytes;
-    });
+    for (std::size_t i = 0; i < pieces.size(); ++i) {
+      at_piece(i, [&] { check(operation, wanted, pieces[i].offset, pieces[i].nbytes); });
+      nbytes += pieces[i].nbytes;
+    }
     if (signal) check_signal(operation, peer().name(), signal->index, signals_);
     check_deadline(operation, peer().name(), how.deadline);
     UnderWay under_way(*this, operation, how.deadline);
