@@ -27,6 +27,6 @@ $(OUT)/command: TEXT = $(COMPILE)
 $(OUT)/objects: TEXT = $(OBJECTS)
 $(OUT)/command $(OUT)/objects: force
 	@mkdir -p $(@D)
-	@echo '$(TEXT)' | cmp -s - $@ || echo '$(TEXT)' >$@
+	@[ "$$(cat $@ 2>/dev/null)" = '$(TEXT)' ] || echo '$(TEXT)' >$@
 
 -include $(OBJECTS:.o=.d)
