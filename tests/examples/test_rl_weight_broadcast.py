@@ -179,7 +179,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path):
         os.kill(run.process.pid, signal.SIGINT)
         begin = time.monotonic()
         assert run.end() == 130, run.said
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 20
         run.assert_nothing_left()
     assert "Traceback" not in run.said
 
@@ -218,8 +218,10 @@ def test_wrong_options_are_explained(options, message, capsys):
 
 def test_help_is_quick():
     """Only a run imports torch."""
-    begin = time.monotonic()
-    done = subprocess.run([sys.executable, str(PROGRAM), "--help"], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-X", "importtime", str(PROGRAM), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "--kill-worker" in done.stdout
     assert "Exit status" in done.stdout
-    assert time.monotonic() - begin < 2
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "argparse" in imported
+    assert not imported & {"torch", "grpc", "onesided._core"}

@@ -52,7 +52,7 @@ def test_lookup_in_vain(pair) -> None:
     begun_s = time.monotonic()
     with pytest.raises(DeadlineExceeded, match=r"nothing was published as 'weights/1' within 0\.\d+ s; near it"):
         two.lookup("weights/1", timeout_s=0.2)
-    assert 0.15 < time.monotonic() - begun_s < 2
+    assert 0.15 < time.monotonic() - begun_s < 10
 
 
 def test_owners(pair) -> None:

@@ -65,7 +65,7 @@ def test_the_deadline_is_kept(make_groups) -> None:
         begun_s = time.monotonic()
         with pytest.raises(DeadlineExceeded, match="rank 1"):
             groups[0].barrier(timeout_s=timeout_s)
-        assert time.monotonic() - begun_s < timeout_s + 1.5
+        assert time.monotonic() - begun_s < timeout_s + 5
 
 
 def test_leaving_fails_pending_and_later_collectives(make_groups, together, eventually) -> None:
@@ -308,7 +308,7 @@ def test_join_where_nobody_serves() -> None:
     begun_s = time.monotonic()
     with pytest.raises(DeadlineExceeded, match=r"joining group 'g': no answer from .* at 127\.0\.0\.1:9 "):
         Group.join("127.0.0.1:9", "g", 1, timeout_s=0.5)
-    assert time.monotonic() - begun_s < 3
+    assert time.monotonic() - begun_s < 10
 
 
 def test_a_group_is_formed_anew_under_its_name(joined, together) -> None:

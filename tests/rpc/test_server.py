@@ -237,7 +237,7 @@ def test_close_is_idempotent_and_ends_waiting_calls(server: Server) -> None:
 
     def join() -> None:
         try:
-            Group.join(server.address, "g", 2, timeout_s=2)
+            Group.join(server.address, "g", 2, timeout_s=6)
         except OnesidedError as error:
             outcomes.append(error)
 
@@ -248,7 +248,7 @@ def test_close_is_idempotent_and_ends_waiting_calls(server: Server) -> None:
     begun_s = time.monotonic()
     server.close()
     server.close()
-    assert time.monotonic() - begun_s < 1.5
+    assert time.monotonic() - begun_s < 5
     assert server.closed
     thread.join(20)
     assert "no answer from the control plane" in str(outcomes[0])

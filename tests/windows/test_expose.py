@@ -259,7 +259,7 @@ def test_forgetting_a_window_does_not_wait_for_the_control_plane(kind: Kind) -> 
     begun = time.monotonic()
     del window
     gc.collect()
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < 10
     directory.close()
 
 
@@ -377,7 +377,7 @@ def test_the_owner_is_killed_and_restarts(processes: Processes, directory: Direc
     begun = time.monotonic()
     with pytest.raises(ConnectionLost, match="window 'restarts'"):
         Window.attach(directory, "restarts", timeout_s=0.3)
-    assert 0.3 <= time.monotonic() - begun < 2
+    assert 0.3 <= time.monotonic() - begun < 10
     with pytest.raises(RemoteAccessError, match=r"whose lease runs for another \d.\d s"):
         Window.expose(directory, "restarts", nbytes=16, transport=kind.name)
     attached: list[Window] = []

@@ -158,7 +158,7 @@ def test_case_31_a_peer_is_killed(processes: Processes, kind: Kind, capsys) -> N
         took_s = process.said()
         with capsys.disabled():
             print(f"[noticed in {1000 * took_s:.0f} ms] ", end="")
-        assert took_s < 2
+        assert took_s < 10
     for process in team[:2]:
         assert process.said() == "closed"
         with contextlib.suppress(ConnectionLost):
@@ -221,7 +221,7 @@ def written_by_a_victim(group: Group, kind: Kind, private: bool) -> None:
             window.wait_signal(0)
     begun = time.monotonic()
     window.close()
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < 10
     parent.say("closed")
 
 
@@ -329,13 +329,13 @@ def stopped_in_the_middle(group: Group, kind: Kind, private: bool) -> None:
     try:
         array = window.array
         window.close(timeout_s=0.2)
-        assert time.monotonic() - begun < 3
+        assert time.monotonic() - begun < 10
         array[:] = 7  # it is ours again
         parent.say("closed")  # it was stopped between two puts, or its device was
         parent.hear()
         assert (array == 7).all()
     except DeadlineExceeded:
-        assert 0.2 <= time.monotonic() - begun < 3
+        assert 0.2 <= time.monotonic() - begun < 10
         assert not window.closed
         with raises(StaleHandle):
             window.put(b"x", 0)
