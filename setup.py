@@ -22,6 +22,7 @@ ROOMS = {
     "transport": "onesided.transport",
     "rpc": "onesided.rpc",
     "windows": "onesided.windows",
+    "collectives": "onesided.collectives",
 }
 
 NANOBIND = Path(nanobind.source_dir()).parent

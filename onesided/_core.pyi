@@ -515,6 +515,71 @@ class Window:
     def rank(self) -> int | None:
         """This process's rank; None on an attached window."""
 
+def check_reducible(element: str, reduction: str) -> None:
+    """Unsupported if elements of this type cannot be reduced in this way."""
+
+class Span:
+    """
+    Elements of a tensor, array or buffer, to be cut into parts and moved by algorithms.
+
+    Keeps what it lies in alive. `span[a:b]` are the elements a to b of it, nothing is copied.
+    """
+
+    def __init__(self, buffer: object, itemsize: int = 1, writable: bool = False, identified: bool = False) -> None:
+        """
+        `identified`: find out what the bytes are a part of, which devices want to know.
+        """
+
+    def part(self, begin: int, end: int) -> Span:
+        """The elements `begin` to `end`. BoundsError if they are not all there."""
+
+    def cast(self, itemsize: int) -> Span:
+        """The same bytes as elements of another size."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+
+    def copy_from(self, other: Span) -> None:
+        """Copies all bytes of `other` into this."""
+
+    def divide(self, element: str, divisor: int) -> None:
+        """Divides each element; integers are truncated toward zero."""
+
+class Lanes:
+    """
+    Streams of bytes with credits between the ranks of a window: what collectives are made of.
+    """
+
+    def __init__(self, window: Window, slots: int, slot_nbytes: int) -> None:
+        """
+        Over a zeroed window of window_nbytes() bytes with 1 shared and 2 origin signals, used by nobody else.
+        """
+
+    @staticmethod
+    def window_nbytes(ranks: int, slots: int, slot_nbytes: int) -> int:
+        """What the window of each rank must have."""
+
+    def step(self, operation: str, label: int, moves: Iterable[tuple[object, ...]], element: str | None = None, reduction: str | None = None, timeout_s: float | None = None) -> None:
+        """
+        Does all moves at once and returns when all are over; see csrc/collectives/lanes.h. One thread at a time.
+        """
+
+    def end(self, reason: str, late: bool = False) -> None:
+        """
+        Has every step, here and at the other ranks, under way and later, fail with `reason`. Any thread.
+        """
+
+    def ended(self) -> bool:
+        """Whether they have ended."""
+
+    def progress_of(self, rank: int, timeout_s: float | None = None) -> int:
+        """
+        The label of the operation that `rank` began last, read from its memory: it may be stopped.
+        """
+
 def host_token() -> bytes:
     """16 bytes that processes have in common which can share memory."""
 

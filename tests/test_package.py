@@ -25,7 +25,7 @@ ARROWS: dict[str, set[str]] = {
     "transport": {"_core"},
     "rpc": set(),
     "windows": {"_core", "transport"},  # reaches rpc through a Protocol only
-    "collectives": {"windows"},
+    "collectives": {"_core", "windows"},
     "state": {"windows", "rpc"},
     "onesided": {"_core", "transport", "rpc", "windows", "collectives", "state"},
 }

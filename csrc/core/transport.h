@@ -186,6 +186,8 @@ class Target : public std::enable_shared_from_this<Target> {
   virtual bool busy() const = 0;
   // True if an operation of so many bytes is faster when How::allocation is given; `lands`: an asynchronous read.
   virtual bool wants_allocation(std::uint64_t /*nbytes*/, bool /*lands*/) const { return false; }
+  // True if a device moves the bytes of an asynchronous write while this process does other things.
+  virtual bool offloads() const { return false; }
   // True if an operation was issued since the last flush.
   virtual bool unflushed() const = 0;
   virtual std::uint64_t nbytes() const = 0;

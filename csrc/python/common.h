@@ -29,6 +29,7 @@ void register_window(nb::module_& m);
 void register_plan(nb::module_& m);
 void register_tools(nb::module_& m);
 void register_doctor(nb::module_& m);
+void register_lanes(nb::module_& m);
 
 // ---- Waiting --------------------------------------------------------------------------------------------------------
 

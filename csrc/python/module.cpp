@@ -11,6 +11,7 @@ NB_MODULE(_core, m) {
   register_transport(m);
   register_plan(m);
   register_window(m);
+  register_lanes(m);
   register_tools(m);
   register_doctor(m);
 }

@@ -31,6 +31,7 @@ class RdmaTarget final : public Target {
 
   bool busy() const override { return unflushed(); }
   bool wants_allocation(std::uint64_t nbytes, bool lands) const override { return lands || nbytes > Channel::kStaged; }
+  bool offloads() const override { return true; }
   bool unflushed() const override { return unflushed_.load(std::memory_order_relaxed) || flushing_.load() != 0; }
   std::uint64_t nbytes() const override { return nbytes_; }
   std::uint32_t signals() const override { return signals_; }

@@ -1,0 +1,41 @@
+"""The algorithms, one a file. Importing this registers all of them."""
+
+from . import (
+    all_gather_direct,
+    all_gather_ring,
+    all_reduce_one_shot,
+    all_reduce_recursive_doubling,
+    all_reduce_ring,
+    all_reduce_tree,
+    all_reduce_two_shot,
+    all_to_all_direct,
+    barrier_dissemination,
+    broadcast_binomial,
+    broadcast_chain,
+    broadcast_scatter_allgather,
+    gather_direct,
+    reduce_binomial,
+    reduce_scatter_direct,
+    reduce_scatter_ring,
+    scatter_direct,
+)
+
+__all__ = [
+    "all_gather_direct",
+    "all_gather_ring",
+    "all_reduce_one_shot",
+    "all_reduce_recursive_doubling",
+    "all_reduce_ring",
+    "all_reduce_tree",
+    "all_reduce_two_shot",
+    "all_to_all_direct",
+    "barrier_dissemination",
+    "broadcast_binomial",
+    "broadcast_chain",
+    "broadcast_scatter_allgather",
+    "gather_direct",
+    "reduce_binomial",
+    "reduce_scatter_direct",
+    "reduce_scatter_ring",
+    "scatter_direct",
+]

@@ -1,0 +1,432 @@
+"""The communicator: every operation on tensors that the ranks of a group do together."""
+
+import itertools
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from onesided.windows import Countdown, Window
+
+from onesided._core import Lanes, Span
+from onesided.errors import BoundsError, DeadlineExceeded, LayoutError, OnesidedError, StaleHandle
+
+from . import algorithms  # noqa: F401 - registers them
+from .data import Data, ReduceOp, data_of, rows_of
+from .registry import Explanation, choose, explain
+from .team import Team
+from .work import Runner, Work, to_seconds
+
+__all__ = ["Communicator"]
+
+SLOTS = 4
+SLOT_NBYTES = 256 << 10
+INBOX_NBYTES = 64 << 20  # of all inboxes of a rank; with many ranks their slots are smaller
+LEAST_SLOT_NBYTES = 8 << 10
+LOOK_S = 0.2  # for reading how far a rank has come, once the deadline has passed
+
+
+class Communicator:
+    """Ranks that do operations together. All ranks issue the same operations in the same order.
+
+    Tensors are contiguous torch tensors or numpy arrays in host memory. An operation returns when its output is there
+    and its input may be changed; with `async_op` it returns a Work at once, and runs beside the caller behind those
+    issued before. `timeout`, in seconds or a timedelta, is the operation's deadline in place of the communicator's.
+    `algorithm` asks for one by name; all ranks must ask for the same.
+
+    An operation that fails ends the communicator on all ranks, since what is under way between them is lost: a rank
+    that dies or does not come within the deadline is named by ConnectionLost or DeadlineExceeded, by all. Later
+    operations raise the same. Make a new one to go on.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        *,
+        name: str | None = None,
+        timeout_s: float | None = 600.0,
+        transport: str = "auto",
+        slots: int = SLOTS,
+        slot_nbytes: int | None = None,
+    ) -> None:
+        """Collective over `group`, a Group or what else tells bytes (onesided.windows, Exchange).
+
+        `slots` of `slot_nbytes` are what each rank keeps for each other one: so much is under way before a sender
+        waits.
+        """
+        self._group = group
+        self._name = group.name if name is None else name
+        self._timeout_s = timeout_s
+        self._transport = transport
+        if slot_nbytes is None:
+            share = INBOX_NBYTES // (slots * group.size)
+            slot_nbytes = max(LEAST_SLOT_NBYTES, min(SLOT_NBYTES, share // 4096 * 4096))
+        self._shape = (slots, slot_nbytes)
+        self._size, self._rank = int(group.size), int(group.rank)
+        self._window, self._lanes = self._open()
+        self._identified = self._window.describe()["transport"] != "shm"
+        self._members = list(range(self._size))
+        self._serials = itertools.count(1)
+        self._runner = Runner(self._name)
+        self._room: Span | None = None
+
+    def _open(self) -> tuple[Window, Lanes]:
+        window = Window.allocate(
+            self._group,
+            Lanes.window_nbytes(self._size, *self._shape),
+            signals=1,
+            origin_signals=2,
+            transport=self._transport,
+            timeout_s=self._timeout_s,
+        )
+        return window, Lanes(window, *self._shape)
+
+    # ---- Who it is -----------------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self._size
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self._name
+
+    def set_timeout(self, timeout: Any) -> None:
+        """The deadline of operations that give none, in seconds or a timedelta; None for none."""
+        self._timeout_s = to_seconds(timeout)
+
+    def explain(self, operation: str, nbytes: int, algorithm: str | None = None) -> Explanation:
+        """Which algorithm `operation` takes for `nbytes`, and why."""
+        return explain(operation, nbytes, self._size, algorithm)
+
+    # ---- Running -------------------------------------------------------------------------------------------------
+
+    def _scratch(self, like: Span, count: int) -> Span:
+        """Kept from one operation to the next, as its pages are not to be touched for the first time again."""
+        wanted = max(1, like.nbytes * count)
+        if self._room is None or self._room.nbytes < wanted:
+            self._room = None
+            self._room = Span(bytearray(wanted), 1, True, self._identified)
+        itemsize = like.nbytes // len(like) if len(like) else 1
+        return self._room.part(0, len(like) * itemsize * count).cast(itemsize)
+
+    def _do(
+        self,
+        operation: str,
+        run: Callable[..., None],
+        arguments: tuple[Any, ...],
+        async_op: bool,
+        timeout: Any,
+        element: str | None = None,
+        reduction: str | None = None,
+        then: Callable[[], None] | None = None,
+    ) -> Work:
+        if self._window.closed:
+            raise StaleHandle(f"{operation}: communicator {self._name!r} was finalized")
+        serial = next(self._serials)
+        kind = zlib.crc32(f"{operation} {element} {reduction}".encode()) & 0xFFFF
+        timeout_s = self._timeout_s if timeout is None else to_seconds(timeout)
+
+        def now() -> None:
+            countdown = Countdown(timeout_s)
+            team = Team(
+                self._lanes,
+                self._members,
+                self._rank,
+                operation,
+                serial << 16 | kind,
+                element,
+                reduction,
+                countdown,
+                self._scratch,
+            )
+            try:
+                run(team, *arguments)
+            except DeadlineExceeded as error:
+                raise self._with_absent(error, serial) from error
+            except BaseException as error:
+                # Of algorithms, too: the others wait for what this rank will not send.
+                self._lanes.end(f"rank {self._rank} failed in {operation}: {type(error).__name__}: {error}")
+                raise
+            if then is not None:
+                then()
+
+        return self._runner.run(now, operation, async_op)
+
+    def _with_absent(self, error: DeadlineExceeded, serial: int) -> DeadlineExceeded:
+        """The error with the ranks that have not begun this operation: those that all others wait for, in the end."""
+        absent = []
+        for rank in range(self._size):
+            if rank == self._rank:
+                continue
+            try:
+                if self._lanes.progress_of(rank, LOOK_S) >> 16 < serial:
+                    absent.append(f"rank {rank}")
+            except OnesidedError as why:
+                absent.append(f"rank {rank} ({why})")
+        if not absent:
+            return error
+        return DeadlineExceeded(f"{error}; {', '.join(absent)} has not begun it (operation {serial} of {self._name!r})")
+
+    def _in(self, tensor: Any, what: str = "the input") -> Data:
+        return data_of(tensor, writable=False, identified=self._identified, what=what)
+
+    def _out(self, tensor: Any, what: str = "the output") -> Data:
+        return data_of(tensor, writable=True, identified=self._identified, what=what)
+
+    def _root(self, root: int) -> int:
+        if not isinstance(root, int) or isinstance(root, bool) or not 0 <= root < self._size:
+            raise BoundsError(f"root must be one of the {self._size} ranks, not {root!r}")
+        return root
+
+    def _averaging(self, data: Data, op: ReduceOp, element: str) -> Callable[[], None] | None:
+        if op is not ReduceOp.AVG:
+            return None
+        return lambda: data.span.divide(element, self._size)
+
+    # ---- Collective operations -----------------------------------------------------------------------------------
+
+    def barrier(self, async_op: bool = False, *, timeout: Any = None, algorithm: str | None = None) -> Work:
+        """Is over when every rank has begun it."""
+        choice = choose("barrier", 0, self._size, algorithm)
+        return self._do("barrier", choice.run, (), async_op, timeout)
+
+    def broadcast(
+        self, tensor: Any, root: int, async_op: bool = False, *, timeout: Any = None, algorithm: str | None = None
+    ) -> Work:
+        """`tensor` of `root` goes into that of every rank."""
+        data = self._out(tensor, "the tensor")
+        choice = choose("broadcast", data.span.nbytes, self._size, algorithm)
+        return self._do("broadcast", choice.run, (data.span, self._root(root)), async_op, timeout)
+
+    def all_reduce(
+        self,
+        tensor: Any,
+        op: ReduceOp = ReduceOp.SUM,
+        async_op: bool = False,
+        *,
+        timeout: Any = None,
+        algorithm: str | None = None,
+    ) -> Work:
+        """Every rank's `tensor` becomes the reduction of all of them; the same on all ranks, bit for bit."""
+        data = self._out(tensor, "the tensor")
+        element, reduction = data.reducible(op)
+        choice = choose("all_reduce", data.span.nbytes, self._size, algorithm)
+        then = self._averaging(data, op, element)
+        return self._do("all_reduce", choice.run, (data.span, data.span), async_op, timeout, element, reduction, then)
+
+    allreduce = all_reduce
+
+    def reduce(
+        self,
+        tensor: Any,
+        root: int,
+        op: ReduceOp = ReduceOp.SUM,
+        async_op: bool = False,
+        *,
+        timeout: Any = None,
+        algorithm: str | None = None,
+    ) -> Work:
+        """`tensor` of `root` becomes the reduction of all of them. Those of others keep their values."""
+        data = self._out(tensor, "the tensor")
+        element, reduction = data.reducible(op)
+        at_root = self._root(root) == self._rank
+        choice = choose("reduce", data.span.nbytes, self._size, algorithm)
+        then = self._averaging(data, op, element) if at_root else None
+
+        def run(team: Team) -> None:
+            choice.run(team, data.span if at_root else team.scratch(data.span)[0], data.span, root)
+
+        return self._do("reduce", run, (), async_op, timeout, element, reduction, then)
+
+    def all_gather(
+        self,
+        tensor_list: Sequence[Any],
+        tensor: Any,
+        async_op: bool = False,
+        *,
+        timeout: Any = None,
+        algorithm: str | None = None,
+    ) -> Work:
+        """`tensor_list[r]` becomes the `tensor` of rank r. Sizes may differ from rank to rank."""
+        outputs = [self._out(one, f"output {rank}").span for rank, one in enumerate(self._each(tensor_list))]
+        return self._all_gather(outputs, self._in(tensor), async_op, timeout, algorithm)
+
+    all_gather_v = all_gather
+
+    def all_gather_single(
+        self, output: Any, input: Any, async_op: bool = False, *, timeout: Any = None, algorithm: str | None = None
+    ) -> Work:
+        """`output` becomes the inputs of all ranks, one after the other in the order of ranks."""
+        outputs = rows_of(self._out(output), None, 0, self._size, "the output")
+        return self._all_gather(outputs, self._in(input), async_op, timeout, algorithm)
+
+    def _all_gather(self, outputs: list[Span], data: Data, async_op: bool, timeout: Any, algorithm: str | None) -> Work:
+        self._same_size("all_gather", outputs[self._rank], data.span)
+        choice = choose("all_gather", data.span.nbytes, self._size, algorithm)
+        return self._do("all_gather", choice.run, (outputs, data.span), async_op, timeout)
+
+    def reduce_scatter(
+        self,
+        output: Any,
+        input_list: Sequence[Any],
+        op: ReduceOp = ReduceOp.SUM,
+        async_op: bool = False,
+        *,
+        timeout: Any = None,
+        algorithm: str | None = None,
+    ) -> Work:
+        """`output` of rank r becomes the reduction of everybody's `input_list[r]`. Sizes may differ from rank to
+        rank."""
+        inputs = [self._in(one, f"input {rank}").span for rank, one in enumerate(self._each(input_list))]
+        return self._reduce_scatter(self._out(output), inputs, op, async_op, timeout, algorithm)
+
+    reduce_scatter_v = reduce_scatter
+
+    def reduce_scatter_single(
+        self,
+        output: Any,
+        input: Any,
+        op: ReduceOp = ReduceOp.SUM,
+        async_op: bool = False,
+        *,
+        timeout: Any = None,
+        algorithm: str | None = None,
+    ) -> Work:
+        """`output` of rank r becomes the reduction of part r, of as many as there are ranks, of everybody's `input`."""
+        inputs = rows_of(self._in(input), None, 0, self._size, "the input")
+        return self._reduce_scatter(self._out(output), inputs, op, async_op, timeout, algorithm)
+
+    def _reduce_scatter(
+        self, output: Data, inputs: list[Span], op: ReduceOp, async_op: bool, timeout: Any, algorithm: str | None
+    ) -> Work:
+        self._same_size("reduce_scatter", inputs[self._rank], output.span)
+        element, reduction = output.reducible(op)
+        choice = choose("reduce_scatter", output.span.nbytes, self._size, algorithm)
+        then = self._averaging(output, op, element)
+        arguments = (output.span, inputs)
+        return self._do("reduce_scatter", choice.run, arguments, async_op, timeout, element, reduction, then)
+
+    def all_to_all(
+        self,
+        output_list: Sequence[Any],
+        input_list: Sequence[Any],
+        async_op: bool = False,
+        *,
+        timeout: Any = None,
+        algorithm: str | None = None,
+    ) -> Work:
+        """`output_list[r]` becomes the `input_list[rank]` of rank r. Sizes may differ."""
+        outputs = [self._out(one, f"output {rank}").span for rank, one in enumerate(self._each(output_list))]
+        inputs = [self._in(one, f"input {rank}").span for rank, one in enumerate(self._each(input_list))]
+        return self._all_to_all(outputs, inputs, async_op, timeout, algorithm)
+
+    def all_to_all_single(
+        self, output: Any, input: Any, async_op: bool = False, *, timeout: Any = None, algorithm: str | None = None
+    ) -> Work:
+        """Part r of `output` becomes part `rank` of the `input` of rank r; of as many equal parts as there are
+        ranks."""
+        return self.all_to_all_v_single(output, input, None, None, async_op, timeout=timeout, algorithm=algorithm)
+
+    def all_to_all_v_single(
+        self,
+        output: Any,
+        input: Any,
+        output_split_sizes: Sequence[int] | None,
+        input_split_sizes: Sequence[int] | None,
+        async_op: bool = False,
+        *,
+        timeout: Any = None,
+        algorithm: str | None = None,
+    ) -> Work:
+        """As all_to_all_single, with parts of so many rows (of the first dimension)."""
+        outputs = self._split_rows(output, self._out(output), output_split_sizes, "the output")
+        inputs = self._split_rows(input, self._in(input), input_split_sizes, "the input")
+        return self._all_to_all(outputs, inputs, async_op, timeout, algorithm)
+
+    def _split_rows(self, tensor: Any, data: Data, sizes: Sequence[int] | None, what: str) -> list[Span]:
+        rows = int(tensor.shape[0]) if len(tensor.shape) else 1
+        return rows_of(data, None if sizes is None else [int(size) for size in sizes], rows, self._size, what)
+
+    def _all_to_all(
+        self, outputs: list[Span], inputs: list[Span], async_op: bool, timeout: Any, algorithm: str | None
+    ) -> Work:
+        self._same_size("all_to_all", outputs[self._rank], inputs[self._rank])
+        choice = choose("all_to_all", max(one.nbytes for one in inputs), self._size, algorithm)
+        return self._do("all_to_all", choice.run, (outputs, inputs), async_op, timeout)
+
+    def gather(
+        self,
+        output_list: Sequence[Any] | None,
+        input: Any,
+        root: int,
+        async_op: bool = False,
+        *,
+        timeout: Any = None,
+        algorithm: str | None = None,
+    ) -> Work:
+        """On `root`, `output_list[r]` becomes the `input` of rank r. Elsewhere it is ignored."""
+        data, outputs = self._in(input), []
+        if self._root(root) == self._rank:
+            outputs = [self._out(one, f"output {rank}").span for rank, one in enumerate(self._each(output_list))]
+            self._same_size("gather", outputs[root], data.span)
+        choice = choose("gather", data.span.nbytes, self._size, algorithm)
+        return self._do("gather", choice.run, (outputs, data.span, root), async_op, timeout)
+
+    def scatter(
+        self,
+        output: Any,
+        input_list: Sequence[Any] | None,
+        root: int,
+        async_op: bool = False,
+        *,
+        timeout: Any = None,
+        algorithm: str | None = None,
+    ) -> Work:
+        """`output` of rank r becomes the `input_list[r]` of `root`. Elsewhere that is ignored."""
+        data, inputs = self._out(output), []
+        if self._root(root) == self._rank:
+            inputs = [self._in(one, f"input {rank}").span for rank, one in enumerate(self._each(input_list))]
+            self._same_size("scatter", inputs[root], data.span)
+        choice = choose("scatter", data.span.nbytes, self._size, algorithm)
+        return self._do("scatter", choice.run, (data.span, inputs, root), async_op, timeout)
+
+    def _each(self, tensors: Sequence[Any] | None) -> Sequence[Any]:
+        if tensors is None or len(tensors) != self._size:
+            given = "none" if tensors is None else str(len(tensors))
+            raise BoundsError(f"there must be a tensor for each of the {self._size} ranks, not {given}")
+        return tensors
+
+    def _same_size(self, operation: str, here: Span, there: Span) -> None:
+        if here.nbytes != there.nbytes:
+            raise LayoutError(
+                f"{operation}: this rank's own part has {here.nbytes} bytes on one side and {there.nbytes} on the other"
+            )
+
+    # ---- The end -------------------------------------------------------------------------------------------------
+
+    def abort(self, reason: str = "it was aborted") -> None:
+        """Ends it on all ranks, at once: operations under way and later ones raise ConnectionLost. Any thread."""
+        self._lanes.end(reason)
+
+    def is_aborted(self) -> bool:
+        """Whether it has ended on this rank, by an abort or a failure."""
+        return self._lanes.ended()
+
+    def finalize(self) -> None:
+        """Lets go of all that it holds, when what was issued here is over. Not collective; calling it twice is
+        legal."""
+        self._runner.close()
+        self._window.close()
+
+    def __enter__(self) -> "Communicator":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.finalize()
