@@ -2,6 +2,7 @@
 
 from .communicator import Communicator
 from .data import ReduceOp
+from .hooks import Hook, Operation
 from .registry import Explanation, algorithms, explain, register_algorithm
 from .team import Move, Team, parts
 from .work import Work
@@ -9,7 +10,9 @@ from .work import Work
 __all__ = [
     "Communicator",
     "Explanation",
+    "Hook",
     "Move",
+    "Operation",
     "ReduceOp",
     "Team",
     "Work",

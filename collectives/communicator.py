@@ -1,6 +1,7 @@
 """The communicator: every operation on tensors that the ranks of a group do together."""
 
 import itertools
+import json
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +13,9 @@ from onesided.errors import BoundsError, DeadlineExceeded, LayoutError, Onesided
 
 from . import algorithms  # noqa: F401 - registers them
 from .data import Data, ReduceOp, data_of, rows_of
+from .hooks import Hook, Hooks, Operation
 from .registry import Explanation, choose, explain
+from .subgroup import Subgroup, gather_bytes, members_of
 from .team import Team
 from .work import Runner, Work, to_seconds
 
@@ -54,9 +57,11 @@ class Communicator:
         waits.
         """
         self._group = group
+        self._owns_group = False  # then it ends with this
         self._name = group.name if name is None else name
         self._timeout_s = timeout_s
         self._transport = transport
+        self._asked_shape = slots, slot_nbytes
         if slot_nbytes is None:
             share = INBOX_NBYTES // (slots * group.size)
             slot_nbytes = max(LEAST_SLOT_NBYTES, min(SLOT_NBYTES, share // 4096 * 4096))
@@ -65,7 +70,10 @@ class Communicator:
         self._window, self._lanes = self._open()
         self._identified = self._window.describe()["transport"] != "shm"
         self._members = list(range(self._size))
+        self._world_ranks = self._members
         self._serials = itertools.count(1)
+        self._hooks = Hooks()
+        self._splits = 0
         self._runner = Runner(self._name)
         self._room: Span | None = None
 
@@ -97,6 +105,36 @@ class Communicator:
         """Its name."""
         return self._name
 
+    @property
+    def world_ranks(self) -> list[int]:
+        """Its ranks, each as the rank it has in the communicator that all splits began with."""
+        return list(self._world_ranks)
+
+    def get_rank(self) -> int:
+        """This rank."""
+        return self._rank
+
+    def get_size(self) -> int:
+        """How many ranks there are."""
+        return self._size
+
+    def get_name(self) -> str:
+        """Its name."""
+        return self._name
+
+    def get_backend(self) -> str:
+        """The backend's name, "onesided"."""
+        return "onesided"
+
+    def get_device(self) -> Any:
+        """The torch.device of its tensors; needs torch."""
+        import torch
+
+        return torch.device("cpu")
+
+    def __repr__(self) -> str:
+        return f"Communicator({self._name!r}, rank {self._rank} of {self._size})"
+
     def set_timeout(self, timeout: Any) -> None:
         """The deadline of operations that give none, in seconds or a timedelta; None for none."""
         self._timeout_s = to_seconds(timeout)
@@ -126,19 +164,35 @@ class Communicator:
         element: str | None = None,
         reduction: str | None = None,
         then: Callable[[], None] | None = None,
+        members: list[int] | None = None,
     ) -> Work:
+        """Runs `run(team, *arguments)`; with `members`, of which this rank is one, they alone are the team."""
         if self._window.closed:
             raise StaleHandle(f"{operation}: communicator {self._name!r} was finalized")
+        about = Operation(self._name, operation, async_op)
+        self._hooks.begin(about)
         serial = next(self._serials)
         kind = zlib.crc32(f"{operation} {element} {reduction}".encode()) & 0xFFFF
         timeout_s = self._timeout_s if timeout is None else to_seconds(timeout)
+        ranks = self._members if members is None else members
 
         def now() -> None:
+            error: BaseException | None = None
+            try:
+                begin()
+            except BaseException as failure:
+                error = failure
+                self._hooks.tell_ended(str(failure))
+                raise
+            finally:
+                self._hooks.end(about, error)
+
+        def begin() -> None:
             countdown = Countdown(timeout_s)
             team = Team(
                 self._lanes,
-                self._members,
-                self._rank,
+                ranks,
+                ranks.index(self._rank),
                 operation,
                 serial << 16 | kind,
                 element,
@@ -149,7 +203,7 @@ class Communicator:
             try:
                 run(team, *arguments)
             except DeadlineExceeded as error:
-                raise self._with_absent(error, serial) from error
+                raise self._with_absent(error, serial, ranks) from error
             except BaseException as error:
                 # Of algorithms, too: the others wait for what this rank will not send.
                 self._lanes.end(f"rank {self._rank} failed in {operation}: {type(error).__name__}: {error}")
@@ -159,10 +213,10 @@ class Communicator:
 
         return self._runner.run(now, operation, async_op)
 
-    def _with_absent(self, error: DeadlineExceeded, serial: int) -> DeadlineExceeded:
-        """The error with the ranks that have not begun this operation: those that all others wait for, in the end."""
+    def _with_absent(self, error: DeadlineExceeded, serial: int, ranks: list[int]) -> DeadlineExceeded:
+        """The error with those of `ranks` that have not begun this operation: who all others wait for, in the end."""
         absent = []
-        for rank in range(self._size):
+        for rank in ranks:
             if rank == self._rank:
                 continue
             try:
@@ -409,11 +463,109 @@ class Communicator:
                 f"{operation}: this rank's own part has {here.nbytes} bytes on one side and {there.nbytes} on the other"
             )
 
+    # ---- Parts and windows ---------------------------------------------------------------------------------------
+
+    def split(self, ranks: Any, name: str | None = None, *, timeout: Any = None) -> "Communicator | None":
+        """A communicator of some of the ranks, on those; None on the others. Collective over all ranks of this one.
+
+        `ranks` are those of the part that this rank is to be in, in the order they shall have there, or a list of all
+        parts: `comm.split(torch.arange(comm.size).view(-1, 8).tolist())`. A rank that shall be in none gives an empty
+        list or one without itself. All members of a part must give the same one: BoundsError on every rank otherwise,
+        and this communicator goes on. The part is independent of it from then on, and to be finalized by itself.
+        """
+        members: list[int] = []
+        failure: Exception | None = None
+        try:
+            members = members_of(ranks, self._rank, self._size)
+        except (TypeError, ValueError) as error:
+            failure = error
+        mine = {"members": members, "name": name, "error": None if failure is None else str(failure)}
+        told = self._gather_bytes(json.dumps(mine).encode(), timeout, "split")
+        if failure is not None:
+            raise failure
+        said = [json.loads(one) for one in told]
+        for rank, one in enumerate(said):
+            if one["error"] is not None:
+                raise BoundsError(f"split failed on rank {rank}: {one['error']}")
+        for rank, one in enumerate(said):
+            for other in one["members"]:
+                if said[other]["members"] != one["members"] or said[other]["name"] != one["name"]:
+                    raise BoundsError(
+                        f"split: rank {rank} is to be with ranks {one['members']} (name {one['name']!r}), but rank "
+                        f"{other} says {said[other]['members']} (name {said[other]['name']!r})"
+                    )
+        self._splits += 1
+        if not members:
+            next(self._serials)  # the members' operation, which is not this rank's
+            return None
+        own_name = f"{self._name}/{self._splits}.{members[0]}" if name is None else name
+        made: list[Communicator] = []
+        failures: list[Exception] = []
+
+        def make(team: Team) -> None:
+            exchange = Subgroup(team.rank, team.size, own_name, lambda payload, _: gather_bytes(team, payload))
+            slots, slot_nbytes = self._asked_shape
+            try:
+                comm = Communicator(
+                    exchange,
+                    timeout_s=self._timeout_s,
+                    transport=self._transport,
+                    slots=slots,
+                    slot_nbytes=slot_nbytes,
+                )
+            except Exception as error:
+                exchange.close()
+                if self._lanes.ended():
+                    raise
+                failures.append(error)  # every member has failed, and has been told why: nothing is under way
+                return
+            exchange.gather = comm._gather_bytes
+            comm._owns_group = True
+            comm._world_ranks = [self._world_ranks[rank] for rank in members]
+            made.append(comm)
+
+        self._do("split", make, (), False, timeout, members=members)
+        if failures:
+            raise failures[0]
+        return made[0]
+
+    def _gather_bytes(self, payload: bytes, timeout: Any = None, operation: str = "exchange") -> list[bytes]:
+        """Everybody's payloads, in the order of ranks."""
+        gathered: list[bytes] = []
+        self._do(operation, lambda team: gathered.extend(gather_bytes(team, payload)), (), False, timeout)
+        return gathered
+
+    def new_window(self, tensor: Any = None, **options: Any) -> Window:
+        """A window on the ranks of this communicator: over `tensor` if there is one (Window.create), else new memory
+        (Window.allocate), with the `options` of either. Collective."""
+        options.setdefault("transport", self._transport)
+        options.setdefault("timeout_s", self._timeout_s)
+        if tensor is None:
+            return Window.allocate(self._group, **options)
+        return Window.create(self._group, tensor, **options)
+
+    # ---- Hooks ---------------------------------------------------------------------------------------------------
+
+    def register_pre_hook(self, hook: Callable[[Operation], object]) -> Hook:
+        """Has `hook(operation)` called by whoever issues an operation, before. What it raises keeps it from being
+        issued, here."""
+        return Hook(self._hooks.before, hook)
+
+    def register_post_hook(self, hook: Callable[[Operation, BaseException | None], object]) -> Hook:
+        """Has `hook(operation, error)` called when one is over, by the thread that ran it. What it raises is logged."""
+        return Hook(self._hooks.after, hook)
+
+    def register_abort_hook(self, hook: Callable[[str], object]) -> Hook:
+        """Has `hook(reason)` called once, when this rank aborts it or an operation here finds that it has ended. What
+        it raises is logged."""
+        return Hook(self._hooks.ended, hook)
+
     # ---- The end -------------------------------------------------------------------------------------------------
 
     def abort(self, reason: str = "it was aborted") -> None:
         """Ends it on all ranks, at once: operations under way and later ones raise ConnectionLost. Any thread."""
         self._lanes.end(reason)
+        self._hooks.tell_ended(reason)
 
     def is_aborted(self) -> bool:
         """Whether it has ended on this rank, by an abort or a failure."""
@@ -424,6 +576,8 @@ class Communicator:
         legal."""
         self._runner.close()
         self._window.close()
+        if self._owns_group:
+            self._group.close()
 
     def __enter__(self) -> "Communicator":
         return self
