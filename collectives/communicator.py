@@ -57,7 +57,7 @@ class Communicator:
         waits.
         """
         self._group = group
-        self._owns_group = False  # then it ends with this
+        self._leave: Callable[[], object] | None = None  # the group, where nobody else does
         self._name = group.name if name is None else name
         self._timeout_s = timeout_s
         self._transport = transport
@@ -520,7 +520,7 @@ class Communicator:
                 failures.append(error)  # every member has failed, and has been told why: nothing is under way
                 return
             exchange.gather = comm._gather_bytes
-            comm._owns_group = True
+            comm._leave = exchange.close
             comm._world_ranks = [self._world_ranks[rank] for rank in members]
             made.append(comm)
 
@@ -576,8 +576,8 @@ class Communicator:
         legal."""
         self._runner.close()
         self._window.close()
-        if self._owns_group:
-            self._group.close()
+        if self._leave is not None:
+            self._leave()
 
     def __enter__(self) -> "Communicator":
         return self

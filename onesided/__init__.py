@@ -14,6 +14,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .collectives import Communicator, ReduceOp
+    from .communicators import new_comm
     from .errors import (
         BoundsError,
         ConnectionLost,
@@ -35,6 +37,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BoundsError",
+    "Communicator",
     "ConnectionLost",
     "DeadlineExceeded",
     "Directory",
@@ -44,6 +47,7 @@ __all__ = [
     "OnesidedError",
     "Plan",
     "RdmaTransport",
+    "ReduceOp",
     "RegistrationError",
     "RemoteAccessError",
     "RemoteMemory",
@@ -53,12 +57,15 @@ __all__ = [
     "Unsupported",
     "Window",
     "Work",
+    "new_comm",
     "open_transport",
     "run_local",
     "stats",
 ]
 
 _ROOMS = {
+    "collectives": ["Communicator", "ReduceOp"],
+    "communicators": ["new_comm"],
     "errors": [
         "BoundsError",
         "ConnectionLost",

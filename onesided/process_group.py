@@ -108,20 +108,32 @@ class OnesidedProcessGroup(dist.ProcessGroup):
     failure ends the group on all of them and names who was lost or late, and results are the same bits on all ranks.
     """
 
-    def __init__(
-        self, store: Any, rank: int, size: int, timeout: timedelta, *, name: str, transport: str = "auto"
-    ) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg] # a form for subclasses, which the stubs have not
-        self._exchange = StoreExchange(store, rank, size, name)
+    def __init__(self, comm: Communicator, *, name: str, shutdown: Callable[[], object] | None = None) -> None:
+        """Over `comm`, which `shutdown` ends; without that it goes on to live after this group."""
+        super().__init__(comm.rank, comm.size)  # type: ignore[call-arg] # a form for subclasses, which the stubs have not
+        self._comm = comm
+        self._name = name
+        self._shutdown = shutdown
         self._coalesced: list[OnesidedWork] | None = None
+
+    @classmethod
+    def over_store(
+        cls, store: Any, rank: int, size: int, timeout: timedelta, *, name: str, transport: str
+    ) -> "OnesidedProcessGroup":
+        """One with a communicator of its own, whose ranks find each other through a store. Collective."""
+        exchange = StoreExchange(store, rank, size, name)
         try:
             with _as_torch_says():
-                self._comm = Communicator(
-                    self._exchange, name=name, timeout_s=timeout.total_seconds(), transport=transport
-                )
+                comm = Communicator(exchange, name=name, timeout_s=timeout.total_seconds(), transport=transport)
         except BaseException:
-            self._exchange.close()
+            exchange.close()
             raise
+
+        def shutdown() -> None:
+            comm.finalize()
+            exchange.close()
+
+        return cls(comm, name=name, shutdown=shutdown)
 
     @property
     def communicator(self) -> Communicator:
@@ -131,14 +143,14 @@ class OnesidedProcessGroup(dist.ProcessGroup):
     @property
     def group_name(self) -> str:
         """The name by which torch knows it."""
-        return self._comm.name
+        return self._name
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """The backend's name."""
         return "onesided"
 
     def __repr__(self) -> str:
-        return f"OnesidedProcessGroup({self._comm.name!r}, rank {self._comm.rank} of {self._comm.size})"
+        return f"OnesidedProcessGroup({self._name!r}, rank {self._comm.rank} of {self._comm.size})"
 
     # ---- Issuing -------------------------------------------------------------------------------------------------
 
@@ -317,8 +329,8 @@ class OnesidedProcessGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Lets go of everything, when what was issued here is over. Not collective."""
-        self._comm.finalize()
-        self._exchange.close()
+        if self._shutdown is not None:
+            self._shutdown()
 
 
 def _call(operation: Callable[..., CoreWork], *arguments: Any) -> Callable[..., CoreWork]:

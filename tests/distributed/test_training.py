@@ -147,7 +147,7 @@ dist.init_process_group("onesided")
 tensor = torch.full((1000,), dist.get_rank() + 1.0)
 dist.all_reduce(tensor)
 assert (tensor == 3).all(), tensor
-print("rank", dist.get_rank(), "of", dist.get_backend(), flush=True)
+print(f"rank {dist.get_rank()} of {dist.get_backend()}\\n", end="")  # in one piece
 dist.destroy_process_group()
 """
 

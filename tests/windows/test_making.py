@@ -163,7 +163,8 @@ def over_private_memory(group: Group, kind: Kind) -> None:
 
     peer, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     buffers = [np.zeros(1000, np.uint8), np.zeros((10, 25), np.float32), bytearray(1000), array.array("d", bytes(1000))]
-    for buffer in [*buffers, memoryview(bytearray(1000)), np.zeros(40_000_000, np.uint8)]:
+    large = np.zeros(2_000_000 if kind.slow else 40_000_000, np.uint8)
+    for buffer in [*buffers, memoryview(bytearray(1000)), large]:
         window = Window.create(group, buffer, signals=1, transport=kind.name)
         assert np.shares_memory(window.array, np.asarray(buffer))
         nbytes = window.nbytes
