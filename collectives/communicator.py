@@ -2,18 +2,20 @@
 
 import itertools
 import json
+import threading
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from onesided.windows import Countdown, Window
 
-from onesided._core import Lanes, Span
+from onesided._core import Lanes, Message, Messages, Span
 from onesided.errors import BoundsError, DeadlineExceeded, LayoutError, OnesidedError, StaleHandle
 
 from . import algorithms  # noqa: F401 - registers them
 from .data import Data, ReduceOp, data_of, rows_of
 from .hooks import Hook, Hooks, Operation
+from .messages import Batch, MessageWork, tag_of
 from .registry import Explanation, choose, explain
 from .subgroup import Subgroup, gather_bytes, members_of
 from .team import Team
@@ -67,7 +69,12 @@ class Communicator:
             slot_nbytes = max(LEAST_SLOT_NBYTES, min(SLOT_NBYTES, share // 4096 * 4096))
         self._shape = (slots, slot_nbytes)
         self._size, self._rank = int(group.size), int(group.rank)
-        self._window, self._lanes = self._open()
+        self._window = self._open()
+        self._lanes = Lanes(self._window, *self._shape)
+        self._letters = self._open()
+        self._messages = Messages(self._letters, *self._shape)
+        self._serving = threading.Lock()
+        self._server: threading.Thread | None = None  # of messages that nobody waits for
         self._identified = self._window.describe()["transport"] != "shm"
         self._members = list(range(self._size))
         self._world_ranks = self._members
@@ -77,16 +84,15 @@ class Communicator:
         self._runner = Runner(self._name)
         self._room: Span | None = None
 
-    def _open(self) -> tuple[Window, Lanes]:
-        window = Window.allocate(
+    def _open(self) -> Window:
+        return Window.allocate(
             self._group,
             Lanes.window_nbytes(self._size, *self._shape),
-            signals=1,
+            signals=2,
             origin_signals=2,
             transport=self._transport,
             timeout_s=self._timeout_s,
         )
-        return window, Lanes(window, *self._shape)
 
     # ---- Who it is -----------------------------------------------------------------------------------------------
 
@@ -182,6 +188,7 @@ class Communicator:
                 begin()
             except BaseException as failure:
                 error = failure
+                self._messages.end(str(failure))
                 self._hooks.tell_ended(str(failure))
                 raise
             finally:
@@ -463,6 +470,60 @@ class Communicator:
                 f"{operation}: this rank's own part has {here.nbytes} bytes on one side and {there.nbytes} on the other"
             )
 
+    # ---- Messages ------------------------------------------------------------------------------------------------
+
+    def send(self, tensor: Any, dst: int, async_op: bool = False, *, tag: int = 0, timeout: Any = None) -> MessageWork:
+        """`tensor` goes to rank `dst`, which receives it under the same `tag`, 0 to 2**63 - 1.
+
+        Messages are independent of collective operations and of other messages: none waits for one that was issued
+        before it, but those from one rank to another under one tag arrive in their order. Any thread. It is over when
+        `tensor` may be changed; small ones then may not have been received.
+
+        At its deadline one of which nothing has moved is taken back, and the communicator goes on; one that is half
+        sent ends it. ConnectionLost if `dst` dies, which does no harm to messages of others.
+        """
+        data = self._in(tensor, "the tensor")
+        peer, label = self._peer(dst, "dst"), tag_of(tag)
+        return self._message(lambda s: self._messages.send(peer, label, data.span, s, async_op), async_op, timeout)
+
+    def recv(
+        self, tensor: Any, src: int | None = None, async_op: bool = False, *, tag: int = 0, timeout: Any = None
+    ) -> MessageWork:
+        """`tensor` becomes what rank `src` sends under `tag`; without `src`, what anybody sends. `source_rank` of the
+        Work tells who it was.
+
+        It must have the size of what is sent: BoundsError otherwise, and the message is lost. At its deadline it fails
+        alone; what comes of its message is thrown away.
+        """
+        data = self._out(tensor, "the tensor")
+        peer, label = None if src is None else self._peer(src, "src"), tag_of(tag)
+        return self._message(lambda s: self._messages.receive(peer, label, data.span, s, async_op), async_op, timeout)
+
+    def batch_op_create(self) -> Batch:
+        """Sends and receives that are issued together: `send(tensor, dst)` and `recv(tensor, src)`, then `issue()`."""
+        return Batch(self)
+
+    def _message(self, start: Callable[[float | None], Message], async_op: bool, timeout: Any) -> MessageWork:
+        if self._window.closed:
+            raise StaleHandle(f"communicator {self._name!r} was finalized")
+        timeout_s = self._timeout_s if timeout is None else to_seconds(timeout)
+        if async_op and self._server is None:
+            self._serve()
+        return MessageWork(start(timeout_s))
+
+    def _serve(self) -> None:
+        with self._serving:
+            if self._server is None:
+                self._server = threading.Thread(
+                    target=self._messages.serve, name=f"onesided messages {self._name}", daemon=True
+                )
+                self._server.start()
+
+    def _peer(self, rank: int, what: str) -> int:
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < self._size or rank == self._rank:
+            raise BoundsError(f"{what} must be another one of the {self._size} ranks, not {rank!r}")
+        return rank
+
     # ---- Parts and windows ---------------------------------------------------------------------------------------
 
     def split(self, ranks: Any, name: str | None = None, *, timeout: Any = None) -> "Communicator | None":
@@ -565,6 +626,7 @@ class Communicator:
     def abort(self, reason: str = "it was aborted") -> None:
         """Ends it on all ranks, at once: operations under way and later ones raise ConnectionLost. Any thread."""
         self._lanes.end(reason)
+        self._messages.end(reason)
         self._hooks.tell_ended(reason)
 
     def is_aborted(self) -> bool:
@@ -572,10 +634,14 @@ class Communicator:
         return self._lanes.ended()
 
     def finalize(self) -> None:
-        """Lets go of all that it holds, when what was issued here is over. Not collective; calling it twice is
-        legal."""
+        """Lets go of all that it holds, when the collective operations that were issued here are over; messages that
+        are not over fail. Not collective; calling it twice is legal."""
         self._runner.close()
+        self._messages.close()
+        if self._server is not None:
+            self._server.join()
         self._window.close()
+        self._letters.close()
         if self._leave is not None:
             self._leave()
 

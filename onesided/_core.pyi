@@ -555,7 +555,7 @@ class Lanes:
 
     def __init__(self, window: Window, slots: int, slot_nbytes: int) -> None:
         """
-        Over a zeroed window of window_nbytes() bytes with 1 shared and 2 origin signals, used by nobody else.
+        Over a zeroed window of window_nbytes() bytes with 2 shared and 2 origin signals, used by nobody else.
         """
 
     @staticmethod
@@ -578,6 +578,54 @@ class Lanes:
     def progress_of(self, rank: int, timeout_s: float | None = None) -> int:
         """
         The label of the operation that `rank` began last, read from its memory: it may be stopped.
+        """
+
+class Message:
+    """A send or a receive that was started. Any thread."""
+
+    def done(self) -> bool:
+        """Whether it has succeeded or failed. Never blocks."""
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """
+        True when it has succeeded; raises its error if it failed. False at the deadline, and it goes on.
+        """
+
+    def exception(self) -> onesided.errors.OnesidedError | None:
+        """
+        The error of one that failed; None if it succeeded or is not over. Never blocks.
+        """
+
+    def rank(self) -> int | None:
+        """The rank at the other end, once it is over."""
+
+class Messages:
+    """
+    Sends and receives between the ranks of a window; see csrc/collectives/messages.h.
+    """
+
+    def __init__(self, window: Window, slots: int, slot_nbytes: int) -> None:
+        """As Lanes, over a window of their own."""
+
+    def send(self, rank: int, tag: int, data: Span, timeout_s: float | None, async_op: bool) -> Message:
+        """
+        Sends it. Unless `async_op`, returns when it is over and raises its error; else somebody must be in serve().
+        """
+
+    def receive(self, rank: int | None, tag: int, into: Span, timeout_s: float | None, async_op: bool) -> Message:
+        """Receives from `rank`, or from anybody. As send."""
+
+    def serve(self) -> None:
+        """Moves what nobody waits for, until close(). One thread."""
+
+    def end(self, reason: str) -> None:
+        """
+        Has every message, here and at the other ranks, under way and later, fail with `reason`. Any thread.
+        """
+
+    def close(self) -> None:
+        """
+        Fails what is not over, and has serve() return. Calling it twice is legal.
         """
 
 def host_token() -> bytes:

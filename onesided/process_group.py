@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from onesided.collectives import Communicator
+from onesided.collectives import Communicator, MessageWork
 from onesided.collectives import ReduceOp as Op
 from onesided.collectives import Work as CoreWork
 from onesided.errors import ConnectionLost, DeadlineExceeded, StaleHandle, Unsupported
@@ -45,7 +45,7 @@ def _translated(error: BaseException) -> BaseException:
 class OnesidedWork(dist.Work):
     """Operations that were issued together, as torch's Work. Over when all of them are."""
 
-    def __init__(self, works: Sequence[CoreWork], result: list[Any]) -> None:
+    def __init__(self, works: Sequence[CoreWork | MessageWork], result: list[Any]) -> None:
         super().__init__()
         self._works = list(works)
         self._result = result
@@ -77,6 +77,11 @@ class OnesidedWork(dist.Work):
         """The tensors that were written."""
         return self._result
 
+    def _source_rank(self) -> int:
+        """Of a receive from anybody: who it was. -1 where that is not known."""
+        source = getattr(self._works[0], "source_rank", None) if self._works else None
+        return -1 if source is None else int(source)
+
     def synchronize(self) -> None:
         """As wait."""
         self.wait()
@@ -85,12 +90,14 @@ class OnesidedWork(dist.Work):
         """A future of `result()`, set by the thread that ends the last operation."""
         if self._future is None:
             self._future = torch.futures.Future()
-            # Works end in the order in which they were issued.
-            if self._works:
-                self._works[-1].add_done_callback(lambda _: self._tell())
-            else:
-                self._tell()
+            self._tell_after(list(self._works))
         return self._future
+
+    def _tell_after(self, works: list[Any]) -> None:
+        if works:
+            works.pop().add_done_callback(lambda _: self._tell_after(works))
+        else:
+            self._tell()
 
     def _tell(self) -> None:
         assert self._future is not None
@@ -154,7 +161,7 @@ class OnesidedProcessGroup(dist.ProcessGroup):
 
     # ---- Issuing -------------------------------------------------------------------------------------------------
 
-    def _issue(self, opts: Any, result: list[Any], *calls: Callable[..., CoreWork]) -> OnesidedWork:
+    def _issue(self, opts: Any, result: list[Any], *calls: Callable[..., CoreWork | MessageWork]) -> OnesidedWork:
         """Makes the calls, in order. A program that does not want to go on meanwhile is spared the other thread."""
         given = getattr(opts, "timeout", None)
         timeout = given if given is not None and given > timedelta(0) else None
@@ -311,11 +318,19 @@ class OnesidedProcessGroup(dist.ProcessGroup):
         with _as_torch_says():
             self._comm.barrier(timeout=timeout)
 
-    def _no_messages(self, *_: object) -> OnesidedWork:
-        """Not there yet: Unsupported."""
-        raise Unsupported("send and recv: the backend has collective operations only, as yet")
+    # ---- Messages ------------------------------------------------------------------------------------------------
 
-    send = recv = recv_anysource = _no_messages
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int = 0) -> OnesidedWork:
+        """See torch.distributed.isend."""
+        return self._issue(None, tensors, *[_call(self._comm.send, _plain(one), rank, tag=tag) for one in tensors])
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int = 0) -> OnesidedWork:
+        """See torch.distributed.irecv."""
+        return self._issue(None, tensors, *[_call(self._comm.recv, _plain(one), rank, tag=tag) for one in tensors])
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> OnesidedWork:
+        """See torch.distributed.irecv without a source."""
+        return self._issue(None, tensors, *[_call(self._comm.recv, _plain(one), None, tag=tag) for one in tensors])
 
     # ---- The end -------------------------------------------------------------------------------------------------
 
@@ -333,8 +348,8 @@ class OnesidedProcessGroup(dist.ProcessGroup):
             self._shutdown()
 
 
-def _call(operation: Callable[..., CoreWork], *arguments: Any) -> Callable[..., CoreWork]:
-    return lambda **options: operation(*arguments, **options)
+def _call(operation: Callable[..., Any], *arguments: Any, **named: Any) -> Callable[..., Any]:
+    return lambda **options: operation(*arguments, **named, **options)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

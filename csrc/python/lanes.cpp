@@ -1,5 +1,6 @@
-// Spans and Lanes: what the algorithms of onesided.collectives are written with.
+// Spans, Lanes and Messages: what onesided.collectives is written with.
 #include "collectives/lanes.h"
+#include "collectives/messages.h"
 #include "core/copy.h"
 
 #include "python/common.h"
@@ -7,6 +8,7 @@
 namespace onesided::python {
 
 std::shared_ptr<Window> window_of(nb::handle window);
+nb::object python_error_of(const Error& error);
 
 namespace {
 
@@ -66,6 +68,41 @@ Reduction reduction_of(nb::handle name) {
 struct PyLanes {
   std::shared_ptr<Lanes> core;
 };
+
+struct PyMessage {
+  std::shared_ptr<Messages> messages;
+  std::shared_ptr<Message> core;
+};
+
+struct PyMessages {
+  std::shared_ptr<Messages> core;
+
+  // Starts it by `begin`, and waits if nobody else is to do so: then it must not go on without its caller.
+  template <class Begin>
+  PyMessage start(Begin&& begin, nb::handle async_op) const {
+    const bool is_async = to_flag(async_op, "async_op");
+    const std::shared_ptr<Messages> held = core;
+    Blocking blocking;
+    const std::shared_ptr<Message> message = begin(*held, is_async);
+    if (!is_async) {
+      try {
+        held->wait(message, Deadline::never());
+      } catch (...) {
+        held->withdraw(message, "it was interrupted");
+        throw;
+      }
+      if (message->error()) throw Error(*message->error());
+    }
+    return {held, message};
+  }
+};
+
+How how_of(const PySpan& span, nb::handle timeout_s) {
+  How how = span.root->how;
+  how.keep = span.root->keep;
+  how.deadline = to_deadline(timeout_s);
+  return how;
+}
 
 const PySpan& span_at(PyObject* tuple, Py_ssize_t place, bool written) {
   const PySpan& span = to_instance<PySpan>(PyTuple_GET_ITEM(tuple, place), "a move's data", "Span");
@@ -199,16 +236,16 @@ Keeps what it lies in alive. `span[a:b]` are the elements a to b of it, nothing 
           [](PyLanes* self, nb::handle window, nb::handle slots, nb::handle slot_nbytes) {
             const std::uint32_t count = to_u32(slots, "slots");
             const std::uint64_t nbytes = to_u64(slot_nbytes, "slot_nbytes");
-            new (self) PyLanes{std::make_shared<Lanes>(window_of(window), count, nbytes)};
+            new (self) PyLanes{std::make_shared<Lanes>(std::make_shared<Inboxes>(window_of(window), count, nbytes))};
           },
           nb::arg("window").none(), nb::arg("slots").none(), nb::arg("slot_nbytes").none(),
           nb::sig("def __init__(self, window: Window, slots: int, slot_nbytes: int) -> None"),
-          "Over a zeroed window of window_nbytes() bytes with 1 shared and 2 origin signals, used by nobody else.")
+          "Over a zeroed window of window_nbytes() bytes with 2 shared and 2 origin signals, used by nobody else.")
       .def_static(
           "window_nbytes",
           [](nb::handle ranks, nb::handle slots, nb::handle slot_nbytes) {
-            return Lanes::window_nbytes(to_u32(ranks, "ranks"), to_u32(slots, "slots"),
-                                        to_u64(slot_nbytes, "slot_nbytes"));
+            return Inboxes::window_nbytes(to_u32(ranks, "ranks"), to_u32(slots, "slots"),
+                                          to_u64(slot_nbytes, "slot_nbytes"));
           },
           nb::arg("ranks").none(), nb::arg("slots").none(), nb::arg("slot_nbytes").none(),
           nb::sig("def window_nbytes(ranks: int, slots: int, slot_nbytes: int) -> int"),
@@ -264,6 +301,117 @@ Keeps what it lies in alive. `span[a:b]` are the elements a to b of it, nothing 
           nb::arg("rank").none(), nb::arg("timeout_s").none() = nb::none(),
           nb::sig("def progress_of(self, rank: int, timeout_s: float | None = None) -> int"),
           "The label of the operation that `rank` began last, read from its memory: it may be stopped.");
+  nb::class_<PyMessage>(m, "Message", "A send or a receive that was started. Any thread.")
+      .def(
+          "done", [](PyMessage& self) { return self.core->over(); }, nb::sig("def done(self) -> bool"),
+          "Whether it has succeeded or failed. Never blocks.")
+      .def(
+          "wait",
+          [](PyMessage& self, nb::handle timeout_s) {
+            const Deadline deadline = to_deadline(timeout_s);
+            const PyMessage held = self;
+            Blocking blocking;
+            if (!held.messages->wait(held.core, deadline)) return false;
+            if (held.core->error()) throw Error(*held.core->error());
+            return true;
+          },
+          nb::arg("timeout_s").none() = nb::none(), nb::sig("def wait(self, timeout_s: float | None = None) -> bool"),
+          "True when it has succeeded; raises its error if it failed. False at the deadline, and it goes on.")
+      .def(
+          "exception",
+          [](PyMessage& self) -> nb::object {
+            if (!self.core->over() || !self.core->error()) return nb::none();
+            return python_error_of(*self.core->error());
+          },
+          nb::sig("def exception(self) -> onesided.errors.OnesidedError | None"),
+          "The error of one that failed; None if it succeeded or is not over. Never blocks.")
+      .def(
+          "rank",
+          [](PyMessage& self) -> nb::object {
+            if (!self.core->over() || !self.core->rank()) return nb::none();
+            return nb::int_(*self.core->rank());
+          },
+          nb::sig("def rank(self) -> int | None"), "The rank at the other end, once it is over.");
+  nb::class_<PyMessages>(m, "Messages",
+                         "Sends and receives between the ranks of a window; see csrc/collectives/messages.h.")
+      .def(
+          "__init__",
+          [](PyMessages* self, nb::handle window, nb::handle slots, nb::handle slot_nbytes) {
+            const std::uint32_t count = to_u32(slots, "slots");
+            const std::uint64_t nbytes = to_u64(slot_nbytes, "slot_nbytes");
+            new (self)
+                PyMessages{std::make_shared<Messages>(std::make_shared<Inboxes>(window_of(window), count, nbytes))};
+          },
+          nb::arg("window").none(), nb::arg("slots").none(), nb::arg("slot_nbytes").none(),
+          nb::sig("def __init__(self, window: Window, slots: int, slot_nbytes: int) -> None"),
+          "As Lanes, over a window of their own.")
+      .def(
+          "send",
+          [](PyMessages& self, nb::handle rank, nb::handle tag, nb::handle data, nb::handle timeout_s,
+             nb::handle async_op) {
+            const std::uint32_t to = to_u32(rank, "dst");
+            const std::uint64_t label = to_u64(tag, "tag");
+            const PySpan span = to_instance<PySpan>(data, "the data", "Span");
+            const How how = how_of(span, timeout_s);
+            return self.start(
+                [&](Messages& core, bool served) { return core.send(to, label, span.data, span.nbytes, how, served); },
+                async_op);
+          },
+          nb::arg("rank").none(), nb::arg("tag").none(), nb::arg("data").none(), nb::arg("timeout_s").none(),
+          nb::arg("async_op").none(),
+          nb::sig(
+              "def send(self, rank: int, tag: int, data: Span, timeout_s: float | None, async_op: bool) -> Message"),
+          "Sends it. Unless `async_op`, returns when it is over and raises its error; else somebody must be in "
+          "serve().")
+      .def(
+          "receive",
+          [](PyMessages& self, nb::handle rank, nb::handle tag, nb::handle into, nb::handle timeout_s,
+             nb::handle async_op) {
+            std::optional<unsigned> from;
+            if (!rank.is_none()) from = to_u32(rank, "src");
+            const std::uint64_t label = to_u64(tag, "tag");
+            const PySpan span = to_instance<PySpan>(into, "the goal", "Span");
+            if (!span.root->writable) fail(ErrorKind::Layout, "a span that is only read cannot be received into");
+            const How how = how_of(span, timeout_s);
+            return self.start(
+                [&](Messages& core, bool served) {
+                  return core.receive(from, label, span.data, span.nbytes, how, served);
+                },
+                async_op);
+          },
+          nb::arg("rank").none(), nb::arg("tag").none(), nb::arg("into").none(), nb::arg("timeout_s").none(),
+          nb::arg("async_op").none(),
+          nb::sig(
+              "def receive(self, rank: int | None, tag: int, into: Span, timeout_s: float | None, async_op: bool) -> "
+              "Message"),
+          "Receives from `rank`, or from anybody. As send.")
+      .def(
+          "serve",
+          [](PyMessages& self) {
+            const std::shared_ptr<Messages> core = self.core;
+            Blocking blocking;
+            core->serve();
+          },
+          nb::sig("def serve(self) -> None"), "Moves what nobody waits for, until close(). One thread.")
+      .def(
+          "end",
+          [](PyMessages& self, nb::handle reason) {
+            const std::string said = to_string(reason, "reason");
+            const std::shared_ptr<Messages> core = self.core;
+            Blocking blocking;
+            core->end(ErrorKind::ConnectionLost, said);
+          },
+          nb::arg("reason").none(), nb::sig("def end(self, reason: str) -> None"),
+          "Has every message, here and at the other ranks, under way and later, fail with `reason`. Any thread.")
+      .def(
+          "close",
+          [](PyMessages& self) {
+            const std::shared_ptr<Messages> core = self.core;
+            Blocking blocking;
+            core->close();
+          },
+          nb::sig("def close(self) -> None"),
+          "Fails what is not over, and has serve() return. Calling it twice is legal.");
 }
 
 }  // namespace onesided::python

@@ -11,7 +11,7 @@ from harness import Processes, parent, raises
 from world import world
 
 from onesided import Group
-from onesided.errors import ConnectionLost, DeadlineExceeded, LayoutError, Unsupported
+from onesided.errors import BoundsError, ConnectionLost, DeadlineExceeded, LayoutError, Unsupported
 from onesided.process_group import OnesidedProcessGroup
 
 SIZE = 3
@@ -187,8 +187,8 @@ def mistakes(group: Group) -> None:
             dist.all_reduce(torch.zeros(4, 4)[:, 1])
         with raises(Unsupported, "bit operations"):
             dist.all_reduce(torch.zeros(4), dist.ReduceOp.BAND)
-        with raises(Unsupported, "collective operations only"):
-            dist.send(torch.zeros(4), (group.rank + 1) % group.size)
+        with raises(BoundsError, "dst must be another one"):
+            dist.distributed_c10d._get_default_group().send([torch.zeros(4)], group.rank, 0).wait()
         one = torch.ones(4)
         dist.all_reduce(one)
         assert (one == group.size).all()
